@@ -24,6 +24,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.utils import get_relative_url
 
 sys.path[:0] = [str(Path(__file__).parent)]
+from cards import exercise_cards, map_rows, table_cards, write_sources  # noqa: E402
 from editions import COURSE, MARK, Pair, chinese_picture  # noqa: E402
 from publish import fields  # noqa: E402
 
@@ -106,7 +107,7 @@ def _without_symbols(markdown: str, to_english: str) -> str:
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
-    """Formulas to MathML, the overview and recordings into their pages, and the script that draws diagrams to pages that have one.
+    """Formulas to MathML, the overview and recordings into their pages, tables and exercises as cards, and the script that draws diagrams to pages that have one.
 
     The theme would fetch that script from the web; it does not where `mermaid` is there already.
     """
@@ -114,7 +115,11 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
         content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
     content = RECORDING.sub(lambda match: _recording(match, page), content)
     content = OVERVIEW.sub(lambda _: _overview(page), content)
-    if page.file.locale_alternate_of == ZH:
+    language = ZH if page.file.locale_alternate_of == ZH else "en"
+    if page.file.name.removesuffix(f".{ZH}") == "map":
+        content = map_rows(content, page.url)
+    content = exercise_cards(table_cards(content), language)
+    if language == ZH:
         content = PICTURE.sub(r"\1.zh.svg", content)
     return re.sub(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', _formula, content, flags=re.DOTALL)
 
@@ -141,6 +146,7 @@ def on_post_build(config: Any) -> None:
         return
     _write_recordings(config)
     _split_index(Path(config.site_dir))
+    write_sources(Path(config.site_dir))
     if not config.site_url:  # a sitemap names whole addresses
         for name in ("sitemap.xml", "sitemap.xml.gz"):
             Path(config.site_dir, name).unlink()

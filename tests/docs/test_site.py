@@ -167,6 +167,25 @@ def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.slow
+def test_rows_of_the_map_lead_to_their_line(site: Path) -> None:
+    page = (site / "zh/map/index.html").read_text("utf-8")
+    rows = re.findall(r'<code>([\w.]+)</code></td>\s*<td[^>]*>[^\n]*</td>\s*<td[^>]*><a href="([^"#]+)#L-(\d+)"', page)
+    assert len(rows) == page.count(".py.html#L-") > 60
+    for name, address, line in rows:
+        source = (site / "zh/map" / address).read_text("utf-8")
+        at = re.search(rf'id="L-{line}" name="L-{line}".*', source)
+        assert at and re.search(rf"\b{name.split('.')[-1]}\b", re.sub(r"<[^>]+>", "", at[0])), name
+
+
+@pytest.mark.slow
+def test_an_exercise_is_a_card(site: Path) -> None:
+    for home, minutes in ("", "about 25 minutes"), ("zh/", "约 25 分钟"):
+        page = (site / home / "3_paged_kv/index.html").read_text("utf-8")
+        cards = re.findall(r'<div class="exercise">.*?</div>', page, re.DOTALL)
+        assert len(cards) == 6 and minutes in cards[0] and "python -m milestones hint m3.1" in cards[0]
+
+
 @pytest.fixture(scope="module")
 def book(site: Path) -> Iterator[browser.Book]:
     with browser.running(site) as book:
@@ -180,7 +199,11 @@ class TestInABrowser:
     def test_every_page(self, book: browser.Book, site: Path) -> None:
         """It asks nobody else, draws its diagrams, cuts off no comment, and a phone does not scroll it sideways."""
         files = {file.relative_to(site).as_posix(): file for file in sorted(site.rglob("*.html"))}
-        files = {name: file for name, file in files.items() if NOT_TRANSLATED not in file.read_text("utf-8")}
+        files = {
+            name: file
+            for name, file in files.items()
+            if NOT_TRANSLATED not in file.read_text("utf-8") and not name.startswith("assets/source/")
+        }
         with browser.opened(book) as (page, outside):
             said = {name: browser.visit(page, file, name) for name, file in files.items()}
         assert outside == [], "a page asks somebody else, or for what is not there"
@@ -200,6 +223,24 @@ class TestInABrowser:
             for name in ("", "3_paged_kv/", "x2_fewer_bits/", "performance/", "reference/api/", "reference/cli/"):
                 page.goto(f"{name}index.html")
                 assert page.evaluate(browser.FAINT) == [], name or "front page"
+
+    @pytest.mark.parametrize("home", ["", "zh/"])
+    def test_the_first_screen(self, book: browser.Book, home: str) -> None:
+        """Two buttons and the engine at work; a wide table is cards on a phone."""
+        with browser.opened(book) as (page, _):
+            for size in ({"width": 1440, "height": 900}, {"width": 390, "height": 844}):
+                page.set_viewport_size(size)
+                page.goto(f"{home}index.html")
+                cells = page.locator(".recording iframe").content_frame.locator("canvas.cells")
+                cells.wait_for()
+                for seen in (*page.locator(".hero-words a").all(), cells):
+                    box = seen.bounding_box()
+                    assert box and box["y"] >= 0 and box["y"] + box["height"] <= size["height"], f"{size}: {box}"
+                assert page.locator(".hero-words a").count() == 2
+                row = page.locator(".cards tbody tr").first
+                assert row.evaluate("row => getComputedStyle(row).display") == (
+                    "block" if size["width"] < 400 else "table-row"
+                )
 
     def test_colours_can_be_switched(self, book: browser.Book) -> None:
         """The recording on the page follows, and the choice is kept."""
