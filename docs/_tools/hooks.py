@@ -16,6 +16,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from cards import exercise_cards, map_rows, table_cards, write_sources  # noqa: 
 from editions import COURSE, MARK, Pair, chinese_picture  # noqa: E402
 from publish import fields  # noqa: E402
 
-from folovllm.apps.inspector.page import one_file  # noqa: E402
+from folovllm.apps.inspector.page import STATIC, one_file  # noqa: E402
 from folovllm.apps.inspector.scenes import scenes  # noqa: E402
 from milestones.language import messages  # noqa: E402
 from milestones.tasks import Milestone  # noqa: E402
@@ -147,6 +148,7 @@ def on_post_build(config: Any) -> None:
     _write_recordings(config)
     _split_index(Path(config.site_dir))
     write_sources(Path(config.site_dir))
+    shutil.copy(STATIC / "house.css", Path(config.site_dir, "assets"))
     if not config.site_url:  # a sitemap names whole addresses
         for name in ("sitemap.xml", "sitemap.xml.gz"):
             Path(config.site_dir, name).unlink()

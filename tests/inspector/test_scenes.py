@@ -63,6 +63,24 @@ class TestPlaying:
             assert not page.locator(".experts, .states").locator("visible=true").count()
 
 
+class TestFirstScreen:
+    @pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["desk", "phone"])
+    def test_it_shows_what_the_scene_is_about(self, browser: Any, tmp_path: Path, size: tuple[int, int]) -> None:
+        panels = {
+            "memory": ".memory",
+            "chunks": ".timeline",
+            "experts": ".experts",
+            "states": ".states",
+            "blocks": ".memory",
+        }
+        for name, panel in panels.items():
+            with shown(browser) as here:
+                here.page.set_viewport_size({"width": size[0], "height": size[1]})
+                page = opened(here, scenes()[name].files, tmp_path, "t=5")
+                box, player = (page.locator(f"{it} canvas").first.bounding_box() for it in (panel, ".player"))
+                assert box and player and box["y"] + box["height"] <= player["y"], name
+
+
 class TestExperts:
     def test_what_a_step_reads(self, browser: Any, tmp_path: Path) -> None:
         """The cells of a step are the difference of what was counted before and after it."""
@@ -133,6 +151,8 @@ class TestPlayground:
             show_source(here, source | {"scenes": listed}, routes)
             here.page.wait_for_function(SHOWN)
             run = here.page.locator("button.run")
+            kinds = [kind.inner_text() for kind in here.page.locator(".kind > b").all()]
+            assert kinds == ["Start", "Memory", "Speed", "Electives"]
             assert (
                 here.page.evaluate("inspector.player.playing") and here.page.locator("details.panel[open]").count() == 0
             )
