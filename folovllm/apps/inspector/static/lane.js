@@ -1,5 +1,6 @@
 // One recording and its views. A race has two of them, side by side; of more than two each has a strip.
 import { count, duration, el, plural, template, widthOf } from "./dom.js";
+import { ChoiceView } from "./choice.js";
 import { CurvesView } from "./curves.js";
 import { ExpertsView } from "./experts.js";
 import { ghostsAt } from "./ghosts.js";
@@ -41,7 +42,8 @@ export class Lane {
     this.states = new StatesView();
     this.timeline = new TimelineView(go, pick, embed ? 9 : race ? 12 : 16);
     this.curves = new CurvesView(go);
-    this.views = [this.memory, this.requests, this.states, this.experts, this.timeline, this.curves];
+    this.choice = new ChoiceView(recording, onDraw);
+    this.views = [this.choice, this.memory, this.requests, this.states, this.experts, this.timeline, this.curves];
     views.append(...this.views.map(({ element }) => element));
     this.states.element.hidden = !hasStates;
   }
@@ -70,6 +72,7 @@ export class Lane {
     this.#tell(isPlaying);
     if (this.strip) return this.strip.draw(this.frame, time, whole, this.most);
     this.experts.element.hidden = !recording.hasExperts;
+    this.choice.element.hidden = !recording.scores.length;
     for (const view of this.views) if (widthOf(view.element)) view.draw(this.frame);
   }
 

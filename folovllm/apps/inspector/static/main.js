@@ -34,6 +34,7 @@ function drawNow() {
   const { clock, playing } = app.player;
   if (app.find && (app.lanes[0].selected = app.lanes[0].recording.findPrompt(app.find)) !== null) app.find = null;
   const moments = clock.moments();
+  page.classList.toggle("has-choice", app.lanes[0].recording.scores.length > 0);
   app.lanes.forEach((lane, i) => lane.draw(moments[i], app.theme, playing, clock.time, clock.duration));
   app.player.draw(app.lanes[0].frame);
   if (location.protocol === "about:") return; // a frame without an address
@@ -235,7 +236,7 @@ async function copyLink() {
 function onKey(event) {
   const { key, target } = event;
   const { player } = app;
-  if (!player || event.ctrlKey || event.metaKey || event.altKey || target.closest("textarea, select, dialog, input:not([type=range])")) return;
+  if (!player || event.ctrlKey || event.metaKey || event.altKey || target.closest("textarea, select, dialog, input:not(.range)")) return;
   const jump = JUMPS.find((other) => other.key === key.toLowerCase());
   const step = { ArrowLeft: -1, ArrowRight: 1 }[key];
   if (step) player.go(player.clock.tick + step * (event.shiftKey ? 10 : 1));
