@@ -36,6 +36,7 @@ from milestones.tasks import Milestone  # noqa: E402
 
 ZH = "zh"
 MERMAID = "assets/mermaid/mermaid.tiny.js"
+TOUCH = "assets/touch.js"
 RECORDINGS = "assets/recordings"
 OVERVIEW = re.compile(r'<p><img[^>]*src="[^"]*assets/overview\.svg"[^>]*></p>')
 RECORDING = re.compile(r"<!-- recording (\w+)(?: (\w+))? -->\s*(<p><img[^>]*></p>)")
@@ -108,12 +109,14 @@ def _without_symbols(markdown: str, to_english: str) -> str:
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
-    """Formulas to MathML, the overview and recordings into their pages, tables and exercises as cards, and the script that draws diagrams to pages that have one.
+    """Formulas to MathML, the overview and recordings into their pages, tables and exercises as cards, and the scripts that draws diagrams, or makes a table one to touch, to pages that have one.
 
     The theme would fetch that script from the web; it does not where `mermaid` is there already.
     """
     if '<pre class="mermaid">' in content:
         content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
+    if '<div class="touch"' in content:
+        content += f'\n<script src="{get_relative_url(TOUCH, page.url)}"></script>'
     content = RECORDING.sub(lambda match: _recording(match, page), content)
     content = OVERVIEW.sub(lambda _: _overview(page), content)
     language = ZH if page.file.locale_alternate_of == ZH else "en"

@@ -242,6 +242,22 @@ class TestInABrowser:
                     "block" if size["width"] < 400 else "table-row"
                 )
 
+    @pytest.mark.parametrize("page_name", ["3_paged_kv", "zh/5_reuse", "x3_speculation"])
+    def test_a_table_to_touch(self, book: browser.Book, page_name: str) -> None:
+        """By keyboard; what is said is what the table says, which is there without a script."""
+        with browser.opened(book) as (page, _):
+            page.goto(f"{page_name}/index.html")
+            touch = page.locator(".touch")
+            cells = touch.locator("tbody tr").nth(2).locator("td").all_text_contents()
+            row = touch.locator("input").first
+            row.focus()
+            for key in ("Home", "ArrowRight", "ArrowRight"):
+                page.keyboard.press(key)
+            assert row.get_attribute("aria-valuetext") == cells[0]
+            said = touch.locator(".touch-said b").all_text_contents()
+            assert said == ([cells[2]] if touch.locator("input").count() == 2 else cells[1:])
+            assert touch.locator(".touch-bars .chosen").count() == len(said)
+
     def test_colours_can_be_switched(self, book: browser.Book) -> None:
         """The recording on the page follows, and the choice is kept."""
         scheme = "document.body.dataset.mdColorScheme"
