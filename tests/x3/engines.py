@@ -34,29 +34,20 @@ class Anything(Proposer):
 
 
 class EachKind(Proposer):
-    """Every third prompt's answer is drafted right, every third wrong, every third sometimes right: all in one batch.
+    """Right for six tokens of a text, wrong for six, and for six sometimes right: each follows each, beside the others in a batch."""
 
-    Who is first is for `turn` to say.
-    """
-
-    def __init__(self, texts: dict[tuple[int, ...], Sequence[int]], turn: int) -> None:
-        self._oracles = [
-            Oracle(dict([*texts.items()][(turn + i) % 3 :: 3]), chance, VOCAB_SIZE)
-            for i, chance in enumerate(CHANCES.values())
-        ]
+    def __init__(self, texts: dict[tuple[int, ...], Sequence[int]]) -> None:
+        self._oracles = [Oracle(texts, chance, VOCAB_SIZE) for chance in CHANCES.values()]
 
     def propose(self, state: RowState, k: int) -> Sequence[int]:
-        drafts = [oracle.propose(state, k) for oracle in self._oracles]  # nothing of who does not know the prompt
-        return next(filter(None, drafts), [])
+        return self._oracles[len(state.token_ids) // 6 % 3].propose(state, k)
 
 
-def make_proposer(
-    kind: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], turn: int = 0
-) -> Proposer:
-    """One that drafts the answers right, wrong, or each token with a chance of 0.7; or "each", or "random": anything."""
+def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Proposer:
+    """One that drafts the answers right, wrong, or each token with a chance of 0.7; or "each" in turns, or "random": anything."""
     texts = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
     if kind == "each":
-        return EachKind(texts, turn)
+        return EachKind(texts)
     return Anything() if kind == "random" else Oracle(texts, CHANCES[kind], VOCAB_SIZE)
 
 
@@ -93,7 +84,7 @@ class Pair:
     def engine(self, kind: str, k: int = 3, **more: Any) -> LLMEngine:
         """The same engine with drafts at the first answer to each prompt."""
         answers = [output.outputs[0].token_ids for output in self.plain]
-        proposer = make_proposer(kind, [request.prompt for request in self.requests], answers, turn=k)
+        proposer = make_proposer(kind, [request.prompt for request in self.requests], answers)
         return make_engine(**{**self.fields, **more, **speculative(proposer, k)})
 
     def share_of_equal(self, outputs: Sequence[RequestOutput]) -> float:

@@ -62,7 +62,7 @@ def test_the_text_is_that_without_drafts(engine: str, drafts: str, kind: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_random_geometries(seed: int) -> None:
-    """Drafts that are right, wrong and half right stand in one batch; all presets give the text of one without drafts."""
+    """Drafts are right, wrong and sometimes right in turns, side by side; all presets give the text of one without drafts."""
     pair = pair_of("m2", seed, ("greedy", "seeded")[seed % 2])
     for fields in ENGINES.values():
         check_twice(replace(pair, fields={"model": pair.fields["model"], **fields}), "each", k=1 + seed % 7)
