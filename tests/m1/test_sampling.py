@@ -113,7 +113,7 @@ class TestFilters:
             (apply_top_p_filtering, [0.75, 0.5, 1.0], [[1, 2, 3], [0], [0, 1, 2, 3]], "each row has a top_p of its own"),
             (apply_top_p_filtering, [1e-9, 1e-9, 0.5], [[1], [0], [0, 1]], "the most likely stays; of equals the lower ids"),
             (apply_min_p_filtering, [0.4, 0.2, 0.99], [[1, 2, 3], [0, 2], [0, 1, 2, 3]], "each row has a min_p of its own"),
-            (apply_min_p_filtering, [0.0, 1.0, 1.0], [[0, 1, 2, 3], [0], [0, 1, 2, 3]], "0 drops nothing, 1 all but the first"),
+            (apply_min_p_filtering, [0.0, 1.0, 1.0], [[0, 1, 2, 3], [0], [0, 1, 2, 3]], "0 drops nothing, 1 all that is less likely than the first"),
         ],
         ids=["top-k off", "top-p", "top-p, ties", "min-p", "min-p, ends"],
     )  # fmt: skip

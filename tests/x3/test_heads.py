@@ -88,6 +88,11 @@ class TestChain:
         assert positions[:, 1].tolist() == [6, 7, 7], "no position lies behind the table"
         assert slots[:, 1].tolist() == [38, 39, 39], "the slots of positions 6, 7 and 7"
 
+    def test_slots_beyond_32_bits(self) -> None:
+        positions, slots = chain_places(torch.tensor([4]), torch.tensor([[2**28]], dtype=torch.int32), 16, 2)
+        assert (positions.dtype, slots.dtype) == (torch.int64, torch.int64), "positions and slots are int64"
+        assert slots.tolist() == [[2**32 + 3], [2**32 + 4]], "block 2^28 of 16 tokens begins at slot 2^32"
+
     @given(st.integers(1, 14), st.integers(1, 4), st.integers(1, 5))
     def test_any_chain_as_a_loop(self, newest: int, block_size: int, k: int) -> None:
         table = [3, 11, 2, 7, 5, 1, 8, 9, 4, 6, 10, 12, 14, 15, 16, 17, 18, 19, 20]
