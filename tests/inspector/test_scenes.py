@@ -79,6 +79,24 @@ class TestPlaying:
             assert not page.locator(".experts, .states").locator("visible=true").count()
 
 
+class TestFirstScreen:
+    @pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["desk", "phone"])
+    def test_it_shows_what_the_scene_is_about(self, browser: Any, tmp_path: Path, size: tuple[int, int]) -> None:
+        panels = {
+            "memory": ".memory",
+            "chunks": ".timeline",
+            "experts": ".experts",
+            "states": ".states",
+            "blocks": ".memory",
+        }
+        for name, panel in panels.items():
+            with shown(browser) as here:
+                here.page.set_viewport_size({"width": size[0], "height": size[1]})
+                page = opened(here, scenes()[name].files, tmp_path, "t=5")
+                box, player = (page.locator(f"{it} canvas").first.bounding_box() for it in (panel, ".player"))
+                assert box and player and box["y"] + box["height"] <= player["y"], name
+
+
 class TestChoice:
     def test_the_page_takes_the_token_that_the_engine_takes(self, browser: Any, tmp_path: Path) -> None:
         """For 200 random settings of the sliders, the engine's own sampler beside; and as recorded, all forty tokens of the engine."""
@@ -194,6 +212,8 @@ class TestPlayground:
             show_source(here, source | {"scenes": listed}, routes)
             here.page.wait_for_function(SHOWN)
             run = here.page.locator("button.run")
+            kinds = [kind.inner_text() for kind in here.page.locator(".kind > b").all()]
+            assert kinds == ["Start", "Memory", "Speed", "Electives"]
             here.page.wait_for_function("inspector.player.playing")
             assert here.page.locator("details.panel[open]").count() == 0
             here.page.wait_for_function("!document.querySelector('button.run').disabled")

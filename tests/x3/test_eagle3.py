@@ -276,6 +276,7 @@ def test_a_folder_of_speculators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_two_ranks() -> None:
     """Each has the whole head, beside its part of the model."""
     pair = demanding_pair("m6")

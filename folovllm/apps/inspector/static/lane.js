@@ -34,7 +34,9 @@ export class Lane {
       return views.append(this.strip.element);
     }
     const hasStates = recording.engine.state_tokens > 0 || Boolean(recording.engine.kv_offload);
-    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 262) - 84 * hasStates) : 340);
+    const isStacked = race && innerWidth < 560; // one above the other
+    const room = isStacked ? innerHeight / 2 - 130 : Math.max(120, innerHeight - (race ? 270 : 262) - 84 * hasStates);
+    this.memory = new MemoryView(pick, embed ? Math.max(60, room) : isStacked ? 160 : 340);
     this.requests = new RequestsView(pick);
     this.experts = new ExpertsView();
     this.states = new StatesView();

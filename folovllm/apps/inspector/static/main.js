@@ -6,7 +6,7 @@ import { fetchWithKey, KeyNeeded, LineReader, readRecording, readStream } from "
 import { readTheme } from "./palette.js";
 import { JUMPS, Player } from "./player.js";
 import { Playground } from "./playground.js";
-import { noteOf, ScenesBar } from "./scenes.js";
+import { noteOf, panelOf, ScenesBar } from "./scenes.js";
 import { t, translate, wordsOf } from "./words.js";
 
 const MOST_LANES = 6;
@@ -60,7 +60,7 @@ function show(recordings, { live = false } = {}) {
   app.lanes = recordings.map((recording) => new Lane(recording, goTo, draw, { embed: app.embed, others }));
   const title = race && scene?.words.title ? wordsOf(scene).title : race ? recordings.map(titleOf).join(t(" beside ")) : titleOf(recordings[0]);
   document.title = t("{title} – FoloVLLM inspector", { title });
-  page.className = `${others > 1 ? "strips" : race ? "race" : "single"}${app.embed ? " embed" : ""}${recordings[0].hasExperts ? " has-experts" : ""} tab-memory`;
+  page.className = `${others > 1 ? "strips" : race ? "race" : "single"}${app.embed ? " embed" : ""}${recordings[0].hasExperts ? " has-experts" : ""} tab-${panelOf(scene, innerWidth < 560)}`;
   const note = scene?.words.watch && !app.embed && !app.scenes ? noteOf(scene, source?.book) : null;
   const above = [app.scenes?.element ?? note, app.playground?.element].filter(Boolean);
   const lanes = el("main", { class: "lanes" }, app.lanes.map((lane) => lane.element));
@@ -98,6 +98,7 @@ function header(title, facts) {
   open.onclick = () => file.click();
   [keys.onclick, theme.onclick] = [() => keyTable.showModal(), toggleTheme];
   for (const tab of tabs) {
+    tab.setAttribute("aria-pressed", String(page.className.includes(tab.className.replace("for", "tab"))));
     tab.onclick = () => {
       page.className = page.className.replace(/tab-\w+/, tab.className.replace("for", "tab"));
       tabs.forEach((other) => other.setAttribute("aria-pressed", String(other === tab)));
