@@ -12,14 +12,16 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from folovllm.electives.kv_transfer.disk import BlockFiles
-from folovllm.worker.graph_runner import GraphRunner
+from folovllm.electives.kv_transfer.rank_cache import cache_of, move, on_device
 
 STORE = "kv_transfer"  # of a worker's `state`
 BUFFER_BYTES = 64 << 20  # of each buffer on a GPU
@@ -27,30 +29,25 @@ CARD_SHARE = 64  # of the card's memory one part in so many is for what leaves; 
 NUM_THREADS = 4
 
 
-class Piece(NamedTuple):
+class Transfer(NamedTuple):
     """A block on its way."""
 
     slot: int  # in host memory
     block_id: int  # in the cache
     key: bytes
     token_ids: bytes
-    on_disk: bool = False  # it must be read from its file first
+    from_disk: bool = False  # it must be read from its file first
 
 
 @dataclass(slots=True)
-class Meta:
+class ConnectorMetadata:
     """What a rank is told before a step. Saves come first, for loads may overwrite what they save."""
 
-    saves: dict[int, Piece] = field(
-        default_factory=dict
-    )  # by slot: of two blocks that came to one slot, the later stays
-    loads: dict[int, list[Piece]] = field(default_factory=dict)  # by seq_id
+    saves: dict[int, Transfer] = field(default_factory=dict)  # by slot: of two blocks for one slot, the later stays
+    loads: dict[int, list[Transfer]] = field(default_factory=dict)  # by seq_id
     cancelled: list[int] = field(default_factory=list)
-    writes: list[Piece] = field(default_factory=list)
+    writes: list[Transfer] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.saves or self.loads or self.cancelled or self.writes or self.removed)
 
 
 @dataclass(slots=True)
@@ -67,8 +64,8 @@ class Report:
 class Load:
     """Blocks on their way to the cache."""
 
-    pieces: list[Piece]
-    reads: list[Future[tuple[bool, float]]]  # of those on disk
+    transfers: list[Transfer]
+    reads: dict[int, Future[float]]  # by place in `transfers`, of those on disk: the seconds it took
     began: Any = None  # events on a GPU
     done: Any = None
     is_queued: bool = False
@@ -78,7 +75,7 @@ class Load:
     @property
     def was_read(self) -> bool:
         """Whether all that was to be read from the disk has been, or could not be."""
-        return all(read.done() for read in self.reads)
+        return all(read.done() for read in self.reads.values())
 
     @property
     def is_done(self) -> bool:
@@ -91,66 +88,71 @@ class Load:
 class BlockStore:
     """`num_slots` blocks of host memory, and the files behind them if there is a folder."""
 
-    def __init__(self, kv_cache: torch.Tensor, num_slots: int, folder: Path | None, rank: int) -> None:
-        """`kv_cache`: [L, 2, N, Hkv, B, D]. Raises ValueError if the host has no such memory."""
-        self.cache = kv_cache.view(torch.uint8).flatten(3).flatten(0, 1)  # [2L, N, bytes]
-        pieces, _, piece_bytes = self.cache.shape
-        self.block_bytes = pieces * piece_bytes
+    def __init__(self, cache: torch.Tensor, num_slots: int, folder: Path | None, rank: int) -> None:
+        """`cache`: [2L, N, words]. Raises ValueError if the host has no such memory."""
+        self.cache, (pieces, _, words) = cache, cache.shape
+        self.block_bytes = 4 * pieces * words
         try:
-            self.host = torch.empty(num_slots, self.block_bytes, dtype=torch.uint8)
+            self.host = torch.empty(num_slots, pieces, words, dtype=torch.int32)
         except RuntimeError as error:
             raise ValueError(
                 f"kv_offload: there is no memory for {num_slots:,} blocks of {self.block_bytes:,} bytes"
             ) from error
-        self._files = None if folder is None else BlockFiles(folder, rank, self.block_bytes)
+        self._files = None if folder is None else BlockFiles(folder, rank)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "kv-disk")
         self._loads: dict[int, Load] = {}
         self._writes: dict[bytes, Future[None]] = {}
-        self._copies = GpuCopies(self.cache, self.host) if kv_cache.is_cuda else None
+        self._copies = GpuCopies(cache, self.host) if cache.is_cuda else None
 
     def measure_link(self) -> dict[str, float]:
         """Bytes a second to the device. It overwrites blocks and slots, so nothing may be in them yet; the kernels are compiled."""
         if self._copies is None:
             return {}
-        pieces = [Piece(i, i, b"", b"") for i in range(min(len(self.host), self.cache.shape[1], 64))]
-        self._copies.save(pieces)
+        transfers = [Transfer(i, i, b"", b"") for i in range(min(len(self.host), self.cache.shape[1], 64))]
+        self._copies.gather(transfers)
+        self._copies.send()
         for _ in range(3):
-            began, done = self._copies.load(pieces)
+            began, done = self._copies.load(transfers)
             done.synchronize()
-        return {"host": len(pieces) * self.block_bytes / max(1e-6, began.elapsed_time(done) / 1e3)}
+        return {"host": len(transfers) * self.block_bytes / max(1e-6, began.elapsed_time(done) / 1e3)}
 
-    def start_load_kv(self, meta: Meta) -> None:
+    def start_load_kv(self, meta: ConnectorMetadata) -> None:
         """Begin all that `meta` says, and wait for nothing."""
         if meta.saves:
-            self._save(list(meta.saves.values()))
-        for key in meta.removed:
-            if self._files is not None:
-                self._pool.submit(self._files.remove, key)
-        for piece in meta.writes:
-            self._writes[piece.key] = self._pool.submit(self._write, piece)
-        for seq_id, pieces in meta.loads.items():
-            load = Load(pieces, [self._pool.submit(self._read, piece) for piece in pieces if piece.on_disk])
-            self._loads[seq_id] = load
-            if not load.reads:
+            self._save([*meta.saves.values()])
+        for seq_id, transfers in meta.loads.items():
+            reads = {i: self._pool.submit(self._read, each) for i, each in enumerate(transfers) if each.from_disk}
+            load = self._loads[seq_id] = Load(transfers, reads)
+            if not reads:
                 self._queue(load)
         for seq_id in meta.cancelled:
             if (cancelled := self._loads.get(seq_id)) is None:
                 continue  # it has ended here, but not on all ranks
             if cancelled.is_queued and self._copies is not None:
-                self._copies.let_steps_wait(cancelled.done)
+                torch.cuda.current_stream().wait_event(cancelled.done)  # the coming steps may write to its blocks
             cancelled.is_cancelled = True
+        if self._copies is not None:
+            self._copies.send()
+        if self._files is not None:
+            for key in meta.removed:
+                self._pool.submit(self._files.remove, key)
+            for transfer in meta.writes:
+                self._writes[transfer.key] = self._pool.submit(self._write, transfer)
 
     def get_finished(self) -> Report:
         """What has ended. What was read from the disk by now goes on its way."""
         report = Report()
         for seq_id, load in list(self._loads.items()):
-            if load.was_read and not load.is_queued:
+            if not load.is_queued and load.was_read:
                 self._note_reads(load, report)
                 if not load.is_cancelled:
                     self._queue(load)
             if load.is_done:
+                del self._loads[seq_id]
                 report.loads[seq_id] = load.failed
-                self._note_copy(self._loads.pop(seq_id), report)
+                if load.done is not None and (count := len(load.transfers) - len(load.failed)):
+                    seconds = max(1e-6, load.began.elapsed_time(load.done) / 1e3)
+                    report.rates["host"] = count * self.block_bytes / seconds
         for key, write in list(self._writes.items()):
             if write.done():
                 del self._writes[key]
@@ -165,149 +167,134 @@ class BlockStore:
         if self._copies is not None:
             self._copies.close()
 
-    def _save(self, pieces: list[Piece]) -> None:
+    def _save(self, saves: list[Transfer]) -> None:
         if self._copies is not None:
-            self._copies.save(pieces)
-            return
-        blocks = self.cache[:, [piece.block_id for piece in pieces]].transpose(0, 1)  # [k, 2L, bytes], a copy
-        self.host[[piece.slot for piece in pieces]] = blocks.reshape(len(pieces), -1)
+            self._copies.gather(saves)
+        else:
+            blocks = self.cache[:, [each.block_id for each in saves]]  # a copy
+            self.host[[each.slot for each in saves]] = blocks.transpose(0, 1)
 
     def _queue(self, load: Load) -> None:
         load.is_queued = True
-        pieces = [piece for i, piece in enumerate(load.pieces) if i not in load.failed]
+        transfers = [each for i, each in enumerate(load.transfers) if i not in load.failed]
         if self._copies is not None:
-            load.began, load.done = self._copies.load(pieces)
-        elif pieces:
-            blocks = self.host[[piece.slot for piece in pieces]].view(len(pieces), len(self.cache), -1)
-            self.cache[:, [piece.block_id for piece in pieces]] = blocks.transpose(0, 1)
+            load.began, load.done = self._copies.load(transfers)
+        elif transfers:
+            lines = self.host[[each.slot for each in transfers]]
+            move(self.cache, lines, on_device([each.block_id for each in transfers], lines.device), to_cache=True)
 
     def _row(self, slot: int) -> memoryview:
-        return self.host[slot].numpy().data
-
-    def _write(self, piece: Piece) -> None:
-        assert self._files is not None
+        """A slot's bytes, when nothing is on its way to it."""
         if self._copies is not None:
-            self._copies.wait_for(piece.slot)
-        self._files.write(piece.key, piece.token_ids, self._row(piece.slot))
+            self._copies.wait_for(slot)
+        return memoryview(self.host[slot].numpy()).cast("B")
 
-    def _read(self, piece: Piece) -> tuple[bool, float]:
+    def _write(self, transfer: Transfer) -> None:
+        assert self._files is not None
+        self._files.write(transfer.key, transfer.token_ids, self._row(transfer.slot))
+
+    def _read(self, transfer: Transfer) -> float:
+        """The seconds it took. Raises ValueError if the file is not there, or not right."""
         assert self._files is not None
         start = time.perf_counter()
-        if self._copies is not None:
-            self._copies.wait_for(piece.slot)  # what the slot held before may still be on its way to it
-        return self._files.read(piece.key, piece.token_ids, self._row(piece.slot)), time.perf_counter() - start
+        if not self._files.read(transfer.key, transfer.token_ids, self._row(transfer.slot)):
+            raise ValueError("no such block")
+        return time.perf_counter() - start
 
     def _note_reads(self, load: Load, report: Report) -> None:
-        places = [i for i, piece in enumerate(load.pieces) if piece.on_disk]
-        results = [(False, 0.0) if read.exception() else read.result() for read in load.reads]
-        load.failed = {i for i, (right, _) in zip(places, results, strict=True) if not right}
-        if seconds := sum(seconds for right, seconds in results if right):
-            report.rates["disk"] = NUM_THREADS * self.block_bytes * (len(places) - len(load.failed)) / seconds
-
-    def _note_copy(self, load: Load, report: Report) -> None:
-        if load.done is not None and (count := len(load.pieces) - len(load.failed)):
-            report.rates["host"] = count * self.block_bytes / max(1e-6, load.began.elapsed_time(load.done) / 1e3)
+        load.failed = {i for i, read in load.reads.items() if read.exception()}
+        if seconds := [read.result() for i, read in load.reads.items() if i not in load.failed]:
+            report.rates["disk"] = NUM_THREADS * self.block_bytes * len(seconds) / sum(seconds)
 
 
 class GpuCopies:
     """The copies between a GPU and pinned memory, on two streams: the link carries both ways at once."""
 
     def __init__(self, cache: torch.Tensor, host: torch.Tensor) -> None:
-        self._host = host
-        self._cache = cache.view(torch.int32)  # [2L, N, words]
-        status = torch.cuda.cudart().cudaHostRegister(
-            host.data_ptr(), host.nbytes, 0
-        )  # torch's own rounds up to a power of two
+        self._cache, self._host, block_bytes = cache, host, host[0].nbytes
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, 0)  # torch's own rounds up to a power of two
         if int(status) != 0:
             raise ValueError(f"kv_offload: {host.nbytes:,} bytes of memory cannot be pinned: take less")
-        self._unpin = weakref.finalize(self, unpin, host)  # also where nobody closes the engine
-        self._chunk = max(1, BUFFER_BYTES // host.shape[1])  # blocks
+        self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, host.data_ptr())  # nobody may close the engine
+        self._chunk = max(1, BUFFER_BYTES // block_bytes)  # blocks
         free, total = torch.cuda.mem_get_info(cache.device)
         count = max(2, min(total // CARD_SHARE, free // 4) // BUFFER_BYTES)
-        shape = 1 + count, self._chunk, host.shape[1]
-        self._buffers = torch.empty(shape, dtype=torch.uint8, device=cache.device)  # the last is for what comes
+        shape = 1 + count, self._chunk, *host.shape[1:]
+        self._buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)  # the last is for what comes
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
-        self._left: list[Any] = [None] * count  # when a buffer was read last
-        self._turn = 0
-        self._saved: dict[int, Any] = {}  # by slot: when its block is there
+        self._free: list[tuple[int, Any]] = [(i, None) for i in range(count)]  # buffers, and when each was read last
+        self._gathered: list[tuple[int, list[int]]] = []  # buffers that are not sent yet, and the slots for their blocks
+        self._sent: list[tuple[Any, set[int]]] = []  # slots, and when their blocks are there
 
-    def save(self, pieces: list[Piece]) -> None:
-        """Gather blocks behind the steps so far, and copy them to their slots while the next ones run."""
-        self._saved = {slot: event for slot, event in self._saved.items() if not event.query()}
+    def gather(self, transfers: list[Transfer]) -> None:
+        """Gather blocks into buffers, behind the steps so far and before the next. `send` must follow."""
         steps = torch.cuda.current_stream()
-        for chunk in chunks(pieces, self._chunk):
-            buffer, left = self._buffers[self._turn], self._left[self._turn]
-            if left is not None:
-                steps.wait_event(left)
-            self._move(chunk, buffer, to_cache=False)
-            self._out.wait_stream(steps)
-            with torch.cuda.stream(self._out):
-                for i, slot, count in runs(chunk):
-                    self._host[slot : slot + count].copy_(buffer[i : i + count], non_blocking=True)
-            self._left[self._turn] = event = self._out.record_event()
-            self._saved |= dict.fromkeys((piece.slot for piece in chunk), event)
-            self._turn = (self._turn + 1) % len(self._left)
+        for slots, ids in self._chunks(transfers):
+            if not self._free:
+                self.send()
+            number, was_read = self._free.pop(0)
+            if was_read is not None:
+                steps.wait_event(was_read)
+            move(self._cache, self._buffers[number, : len(slots)], ids, to_cache=False)
+            self._gathered.append((number, slots))
 
-    def load(self, pieces: list[Piece]) -> tuple[Any, Any]:
+    def send(self) -> None:
+        """Copy what was gathered to its slots, while the next steps run. What comes has the link first, for somebody waits for it."""
+        if not self._gathered:
+            return
+        self._out.wait_stream(torch.cuda.current_stream())
+        self._out.wait_stream(self._in)
+        self._sent = [pair for pair in self._sent if not pair[0].query()]
+        for number, slots in self._gathered:
+            with torch.cuda.stream(self._out):
+                for i, j in runs(slots):
+                    self._host[slots[i] : slots[i] + j - i].copy_(self._buffers[number, i:j], non_blocking=True)
+            event = self._out.record_event()
+            self._free.append((number, event))
+            self._sent.append((event, set(slots)))
+        self._gathered.clear()
+
+    def load(self, transfers: list[Transfer]) -> tuple[Any, Any]:
         """Copy slots to a buffer and scatter it to their blocks, behind the steps so far and beside the next. Returns when it begins and ends."""
+        wanted, buffer = {each.slot for each in transfers}, self._buffers[-1]
         self._in.wait_stream(torch.cuda.current_stream())  # a step in flight may still write to these blocks
-        for event in {
-            id(event): event for piece in pieces if (event := self._saved.get(piece.slot)) is not None
-        }.values():
-            self._in.wait_event(event)
+        for event, slots in self._sent:
+            if not slots.isdisjoint(wanted):
+                self._in.wait_event(event)
         began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._in):
             began.record()
-            for chunk in chunks(pieces, self._chunk):
-                for i, slot, count in runs(chunk):
-                    self._buffers[-1][i : i + count].copy_(self._host[slot : slot + count], non_blocking=True)
-                self._move(chunk, self._buffers[-1], to_cache=True)
+            for slots, ids in self._chunks(transfers):
+                for i, j in runs(slots):
+                    buffer[i:j].copy_(self._host[slots[i] : slots[i] + j - i], non_blocking=True)
+                move(self._cache, buffer[: len(slots)], ids, to_cache=True)
             done.record()
         return began, done
 
-    def let_steps_wait(self, event: Any) -> None:
-        """Let the coming steps begin after an event."""
-        torch.cuda.current_stream().wait_event(event)
-
     def wait_for(self, slot: int) -> None:
         """Wait until what was copied to a slot is there. Called by threads."""
-        if (event := self._saved.get(slot)) is not None:
-            event.synchronize()
+        for event, slots in self._sent:
+            if slot in slots:
+                event.synchronize()
 
     def close(self) -> None:
         """Unpin the memory, once nothing moves."""
         torch.cuda.synchronize()
         self._unpin()
 
-    def _move(self, chunk: list[Piece], buffer: torch.Tensor, *, to_cache: bool) -> None:
-        """Between the blocks of a chunk and the front of a buffer, on the current stream."""
-        from folovllm.electives.kv_transfer.kernels.pieces import (
-            move_pieces,
-        )  # here, for Triton may be missing on a CPU
-
-        ids = torch.tensor([piece.block_id for piece in chunk], dtype=torch.int32).pin_memory()
-        lines = buffer[: len(chunk)].view(torch.int32).view(len(chunk), len(self._cache), -1)
-        move_pieces(self._cache, lines, ids.to(buffer.device, non_blocking=True), to_cache=to_cache)
+    def _chunks(self, transfers: list[Transfer]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Slots in order and the ids of their blocks [k], a buffer's at a time."""
+        transfers, n = sorted(transfers, key=attrgetter("slot")), self._chunk
+        ids = on_device([each.block_id for each in transfers], self._cache.device)
+        for i in range(0, len(transfers), n):
+            yield [each.slot for each in transfers[i : i + n]], ids[i : i + n]
 
 
-def unpin(host: torch.Tensor) -> None:
-    """Take back the registration of `host` before its memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
-
-
-def chunks(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
-    """Pieces in the order of their slots, so many at a time."""
-    pieces = sorted(pieces)
-    return (pieces[i : i + size] for i in range(0, len(pieces), size))
-
-
-def runs(chunk: list[Piece]) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring slots are one copy: where it begins in the chunk, its first slot, and how many there are."""
-    first = 0
-    for i in range(1, len(chunk) + 1):
-        if i == len(chunk) or chunk[i].slot != chunk[i - 1].slot + 1:
-            yield first, chunk[first].slot, i - first
-            first = i
+def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
+    """Neighbouring slots are one copy: where it begins in the list, and where it ends."""
+    ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    return zip([0, *ends[:-1]], ends, strict=True)
 
 
 # --- what the driver calls on each rank (`Executor.collective_rpc`) ---
@@ -317,14 +304,11 @@ def register_kv_caches(
     worker: Any, num_bytes: int, folder: Path | None, num_ranks: int
 ) -> tuple[int, int, dict[str, float]]:
     """Make a rank's store of `num_bytes`; returns its slots, the bytes of a block, and what was measured of the link."""
-    rank = dist.get_rank() if num_ranks > 1 else 0
-    runner = worker.runner.inner if isinstance(worker.runner, GraphRunner) else worker.runner
-    cache: torch.Tensor = runner.kv_cache
-    block_bytes = cache.nbytes // cache.shape[2]
-    num_slots = max(1, num_bytes // block_bytes)
+    cache, rank = cache_of(worker), dist.get_rank() if num_ranks > 1 else 0
+    num_slots = max(1, num_bytes // (cache.nbytes // cache.shape[1]))
     with worker.current:
         worker.state[STORE] = store = BlockStore(cache, num_slots, folder, rank)
-        return num_slots, block_bytes, store.measure_link()
+        return num_slots, store.block_bytes, store.measure_link()
 
 
 def on_store(worker: Any, method: str, *arguments: Any) -> Any:
