@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+
+from folovllm.worker.model_runner import ModelRunner
+
+
+def runner_of(worker: Any) -> ModelRunner:
+    """What owns the cache of a worker: the runner within, where one captures steps."""
+    return cast(ModelRunner, getattr(worker.runner, "inner", worker.runner))
 
 
 def cache_of(worker: Any) -> torch.Tensor:
     """A worker's cache as [2L, N, words of 4 bytes]: a block is 2L pieces, K and V of each layer."""
-    runner = getattr(worker.runner, "inner", worker.runner)  # the runner within, where one captures steps
-    cache: torch.Tensor = runner.kv_cache  # [L, 2, N, Hkv, B, D]
-    return cache.view(torch.int32).flatten(3).flatten(0, 1)
+    return runner_of(worker).kv_cache.view(torch.int32).flatten(3).flatten(0, 1)  # [L, 2, N, Hkv, B, D]
 
 
 def move(cache: torch.Tensor, lines: torch.Tensor, block_ids: torch.Tensor, *, to_cache: bool) -> None:
