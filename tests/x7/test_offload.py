@@ -276,7 +276,9 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
     settle(engine)
     connector, index = connector_of(engine), connector_of(engine)._host
     assert not connector._loads and not any(entry.holds for entry in index._entries.values())
-    assert sorted([*index._free, *(entry.slot for entry in index._entries.values())]) == list(range(len(index._free) + len(index._entries)))
+    assert sorted([*index._free, *(entry.slot for entry in index._entries.values())]) == list(
+        range(len(index._free) + len(index._entries))
+    )
     assert COUNTS[engine]["loaded_host"] > 0
     engine.close()
 

@@ -102,5 +102,7 @@ def test_aborts_at_any_moment() -> None:
             aborted.add(engine.abort_request(rng.choice(engine.request_ids)).request_id)
     assert all(tokens == expected[int(number)] for number, tokens in done.items() if number not in aborted)
     settle(engine)
-    assert not connector_of(engine)._loads and not any(entry.holds for entry in connector_of(engine)._host._entries.values())
+    assert not connector_of(engine)._loads and not any(
+        entry.holds for entry in connector_of(engine)._host._entries.values()
+    )
     engine.close()

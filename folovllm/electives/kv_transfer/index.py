@@ -14,6 +14,7 @@ class Entry:
     token_ids: bytes
     slot: int
     holds: int = 0  # transfers from or to the slot
+    is_coming: bool = False  # a load reads it
 
 
 class HostIndex:
@@ -48,6 +49,10 @@ class HostIndex:
         """Forget a block, if it is there."""
         if (entry := self._entries.pop(key, None)) is not None and not entry.holds:
             self._free.append(entry.slot)
+
+    def entries(self) -> list[Entry]:
+        """All blocks."""
+        return list(self._entries.values())
 
     def clear(self) -> None:
         """Forget all blocks."""

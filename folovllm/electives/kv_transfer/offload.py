@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -71,10 +71,10 @@ class OffloadConnector(KVConnector):
         made = executor.collective_rpc(register_kv_caches, share, self._folder, self._num_ranks)
         slots, sizes, rates = zip(*made, strict=True)
         self._host, self._block_bytes = HostIndex(min(slots)), sum(sizes)
-        self._disk: OrderedDict[bytes, int] = OrderedDict()  # bytes of all files of a block, by key; the oldest first
-        self._disk_size, self._disk_used = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size), 0
-        for key, size in () if self._folder is None else stored_keys(self._folder, self._num_ranks):
-            self._remember(key, size)
+        # Bytes of all files of a block, by key; the oldest first.
+        self._disk = OrderedDict(() if self._folder is None else stored_keys(self._folder, self._num_ranks))
+        self._disk_size = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
+        self._disk_used = sum(self._disk.values())  # with those that are being written
         model, dtype, block_size = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype), setup.block_size
         self._key = lru_cache(KNOWN_KEYS)(  # a long prompt is asked about more than once
             lambda block_hash, version: block_key(block_hash, model, version, dtype, block_size)
@@ -84,8 +84,6 @@ class OffloadConnector(KVConnector):
         self._evicted: list[tuple[int, int, bytes]] = []  # id, hash and tokens of blocks that the next step overwrites
         self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
         self._loads: dict[int, PendingLoad] = {}  # by seq_id
-        self._on_way: set[bytes] = set()  # keys of the blocks that loads bring
-        self._unwritten: deque[bytes] = deque()
         self._writing: dict[bytes, Entry] = {}  # by key
         self._written: Counter[bytes] = Counter()  # how many ranks are done with one of these
         self._first_rates = RATES | {"host": sum(rate.get("host", RATES["host"]) for rate in rates)}
@@ -98,9 +96,10 @@ class OffloadConnector(KVConnector):
         places: list[str | None] = [None] * first
         self._promised = []
         for key, token_ids in self._block_keys(seq, first, last):
-            if key in self._on_way:  # for another request, and one transfer serves both
+            entry = self._host.get(key)
+            if entry is not None and entry.is_coming:  # for another request, and one transfer serves both
                 return None
-            if (entry := self._host.get(key)) is not None and entry.token_ids == token_ids:
+            if entry is not None and entry.token_ids == token_ids:
                 places.append("host")
             elif entry is None and key in self._disk:
                 places.append("disk")
@@ -125,7 +124,7 @@ class OffloadConnector(KVConnector):
             if from_disk:
                 self._disk.move_to_end(key)
             self._host.hold(entry)
-            self._on_way.add(key)
+            entry.is_coming = True
             load.entries.append(entry)
             load.transfers.append(Transfer(entry.slot, block_id, key, token_ids, from_disk))
         self._meta.loads[seq.seq_id] = load.transfers
@@ -139,7 +138,6 @@ class OffloadConnector(KVConnector):
         """Send what was planned to all ranks."""
         if self._evicted:
             self._keep_evicted()
-        self._plan_writes()
         if self._meta != ConnectorMetadata():
             meta, self._meta = self._meta, ConnectorMetadata()
             self._executor.collective_rpc(on_store, "start_load_kv", meta)
@@ -170,7 +168,6 @@ class OffloadConnector(KVConnector):
         self._epoch += 1
         self._host.clear()
         self._evicted.clear()
-        self._unwritten.clear()
 
     def close(self) -> None:
         """Write what has no file yet, as far as time allows, so that the next start finds it."""
@@ -202,19 +199,18 @@ class OffloadConnector(KVConnector):
         return entry
 
     def _keep_evicted(self) -> None:
-        """Give the blocks that are about to be overwritten a place in host memory, those that have none."""
+        """Give the blocks that are about to be overwritten a place in host memory, those that have none, and on disk."""
         version, count = self._version(), 0
         for block_id, hash_, token_ids in self._evicted:
             key = self._key(hash_, version)
-            if self._host.get(key) is not None:
-                continue
-            if (entry := self._put(key, token_ids)) is None:
-                self._report("lost", "device", 1)
-                continue
-            count += 1
-            self._meta.saves[entry.slot] = Transfer(entry.slot, block_id, key, token_ids)
-            if self._folder is not None and not version and key not in self._disk:
-                self._unwritten.append(key)
+            if (entry := self._host.get(key)) is None:
+                if (entry := self._put(key, token_ids)) is None:
+                    self._report("lost", "device", 1)
+                    continue
+                self._meta.saves[entry.slot] = Transfer(entry.slot, block_id, key, token_ids)
+                count += 1
+            if self._folder is not None and not version:
+                self._write(entry)
         self._report("offloaded", "host", count)
         self._evicted.clear()
 
@@ -233,6 +229,7 @@ class OffloadConnector(KVConnector):
             if self._written[key] == self._num_ranks:
                 del self._written[key]
                 self._host.release(self._writing.pop(key))
+                self._disk[key] = self._block_bytes
                 self._report("offloaded", "disk", 1)
         if report.error:
             self._give_disk_up(report.error)
@@ -250,10 +247,10 @@ class OffloadConnector(KVConnector):
         load, size = self._loads.pop(seq_id), self._kv.block_size
         for entry in load.entries:
             self._host.release(entry)
-            self._on_way.discard(entry.key)
+            entry.is_coming = False
         for i in load.failed:
             self._host.drop(load.entries[i].key)
-            self._forget(load.entries[i].key)
+            self._disk_used -= self._disk.pop(load.entries[i].key, 0)
         self._report("lost", "disk", len(load.failed))
         if load.is_cancelled or load.version != self._version():
             return 0
@@ -268,58 +265,44 @@ class OffloadConnector(KVConnector):
 
     # --- the disk ---
 
-    def _plan_writes(self) -> None:
-        """Have blocks written that are in host memory alone, oldest first."""
-        while self._unwritten and len(self._writing) < MOST_WRITES:
-            key = self._unwritten.popleft()
-            if (entry := self._host.get(key)) is None or key in self._disk or key in self._writing:
-                continue
-            self._make_room()
-            self._remember(key, self._block_bytes)
-            self._host.hold(entry)
-            self._writing[key] = entry
-            self._meta.writes.append(Transfer(entry.slot, -1, key, entry.token_ids))
-
-    def _remember(self, key: bytes, size: int) -> None:
-        self._disk[key] = size
-        self._disk_used += size
-
-    def _forget(self, key: bytes) -> None:
-        self._disk_used -= self._disk.pop(key, 0)
-
-    def _make_room(self) -> None:
-        """Remove the oldest files until one more fits. What is being written stays."""
+    def _write(self, entry: Entry) -> None:
+        """Have a block written that has no file, if the disk keeps up. The oldest files go for it."""
+        if entry.key in self._disk or entry.key in self._writing or len(self._writing) >= MOST_WRITES:
+            return
         while self._disk_used + self._block_bytes > self._disk_size:
-            oldest = next((key for key in self._disk if key not in self._writing), None)
-            if oldest is None:
-                return
-            self._forget(oldest)
+            if not self._disk:
+                return  # all that counts is being written
+            oldest, size = self._disk.popitem(last=False)
+            self._disk_used -= size
             self._meta.removed.append(oldest)
             self._report("lost", "disk", 1)
+        self._disk_used += self._block_bytes
+        self._host.hold(entry)
+        self._writing[entry.key] = entry
+        self._meta.writes.append(Transfer(entry.slot, -1, entry.key, entry.token_ids))
 
     def _give_disk_up(self, error: str) -> None:
         if self._folder is not None:
             logger.warning("K/V go to the disk no more, and are not read from it: %s", error)
         self._folder = None
-        self._unwritten.clear()
         self._disk.clear()
 
     def _flush(self, deadline: float) -> None:
-        """Offload what only the device has; now and then wait for the disk, for all slots may be held."""
-        version = self._version()
+        """Write what has no file: of host memory, then of the device. Now and then wait for the disk, for all slots may be held."""
+        for entry in self._host.entries():
+            self._write(entry)
+            if len(self._writing) == MOST_WRITES:
+                self._settle(deadline)
         for block in self._kv.blocks:
-            if block.hash is None or self._key(block.hash, version) in self._disk or time.monotonic() > deadline:
-                continue
-            self.block_evicted(block)
-            if len(self._evicted) >= MOST_WRITES:
+            if block.hash is not None:
+                self.block_evicted(block)
+            if len(self._evicted) == MOST_WRITES:
                 self._settle(deadline)
         self._settle(deadline)
 
     def _settle(self, deadline: float) -> None:
-        """Have all written that is planned."""
-        while time.monotonic() < deadline:
-            self.build_connector_meta(SchedulerOutput())
+        """Send what is planned, and wait until all of it is written."""
+        self.build_connector_meta(SchedulerOutput())
+        while self._writing and time.monotonic() < deadline:
             self.get_finished()
-            if not (self._unwritten or self._writing):
-                return
             time.sleep(0.002)

@@ -66,23 +66,10 @@ class Load:
 
     transfers: list[Transfer]
     reads: dict[int, Future[float]]  # by place in `transfers`, of those on disk: the seconds it took
+    failed: set[int] = field(default_factory=set)  # places of those that could not be read
+    is_cancelled: bool = False
     began: Any = None  # events on a GPU
     done: Any = None
-    is_queued: bool = False
-    is_cancelled: bool = False
-    failed: set[int] = field(default_factory=set)
-
-    @property
-    def was_read(self) -> bool:
-        """Whether all that was to be read from the disk has been, or could not be."""
-        return all(read.done() for read in self.reads.values())
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing moves any more."""
-        if not self.is_queued:
-            return self.is_cancelled and self.was_read
-        return self.done is None or bool(self.done.query())
 
 
 class BlockStore:
@@ -100,7 +87,8 @@ class BlockStore:
             ) from error
         self._files = None if folder is None else BlockFiles(folder, rank)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "kv-disk")
-        self._loads: dict[int, Load] = {}
+        self._reading: dict[int, Load] = {}  # by seq_id: loads that wait for the disk
+        self._copying: dict[int, Load] = {}
         self._writes: dict[bytes, Future[None]] = {}
         self._copies = GpuCopies(cache, self.host) if cache.is_cuda else None
 
@@ -122,15 +110,16 @@ class BlockStore:
             self._save([*meta.saves.values()])
         for seq_id, transfers in meta.loads.items():
             reads = {i: self._pool.submit(self._read, each) for i, each in enumerate(transfers) if each.from_disk}
-            load = self._loads[seq_id] = Load(transfers, reads)
-            if not reads:
-                self._queue(load)
+            load = Load(transfers, reads)
+            if reads:
+                self._reading[seq_id] = load
+            else:
+                self._copy(seq_id, load)
         for seq_id in meta.cancelled:
-            if (cancelled := self._loads.get(seq_id)) is None:
-                continue  # it has ended here, but not on all ranks
-            if cancelled.is_queued and self._copies is not None:
+            if (cancelled := self._reading.get(seq_id)) is not None:
+                cancelled.is_cancelled = True
+            elif (cancelled := self._copying.get(seq_id)) is not None and cancelled.done is not None:
                 torch.cuda.current_stream().wait_event(cancelled.done)  # the coming steps may write to its blocks
-            cancelled.is_cancelled = True
         if self._copies is not None:
             self._copies.send()
         if self._files is not None:
@@ -142,17 +131,19 @@ class BlockStore:
     def get_finished(self) -> Report:
         """What has ended. What was read from the disk by now goes on its way."""
         report = Report()
-        for seq_id, load in list(self._loads.items()):
-            if not load.is_queued and load.was_read:
-                self._note_reads(load, report)
-                if not load.is_cancelled:
-                    self._queue(load)
-            if load.is_done:
-                del self._loads[seq_id]
-                report.loads[seq_id] = load.failed
-                if load.done is not None and (count := len(load.transfers) - len(load.failed)):
-                    seconds = max(1e-6, load.began.elapsed_time(load.done) / 1e3)
-                    report.rates["host"] = count * self.block_bytes / seconds
+        for seq_id, load in list(self._reading.items()):
+            if all(read.done() for read in load.reads.values()):
+                load.failed = {i for i, read in load.reads.items() if read.exception()}
+                if seconds := [read.result() for i, read in load.reads.items() if i not in load.failed]:
+                    report.rates["disk"] = NUM_THREADS * self.block_bytes * len(seconds) / sum(seconds)
+                self._copy(seq_id, self._reading.pop(seq_id))
+        for seq_id, load in list(self._copying.items()):
+            if load.done is None or load.done.query():
+                report.loads[seq_id] = self._copying.pop(seq_id).failed
+                if load.done is not None:
+                    count = len(load.transfers) - len(load.failed)
+                    taken = max(1e-6, load.began.elapsed_time(load.done) / 1e3)
+                    report.rates["host"] = count * self.block_bytes / taken
         for key, write in list(self._writes.items()):
             if write.done():
                 del self._writes[key]
@@ -174,12 +165,15 @@ class BlockStore:
             blocks = self.cache[:, [each.block_id for each in saves]]  # a copy
             self.host[[each.slot for each in saves]] = blocks.transpose(0, 1)
 
-    def _queue(self, load: Load) -> None:
-        load.is_queued = True
-        transfers = [each for i, each in enumerate(load.transfers) if i not in load.failed]
+    def _copy(self, seq_id: int, load: Load) -> None:
+        """Have a load copied to the cache, unless nobody waits for it."""
+        self._copying[seq_id] = load
+        transfers = [each for i, each in enumerate(load.transfers) if i not in load.failed and not load.is_cancelled]
+        if not transfers:
+            return
         if self._copies is not None:
             load.began, load.done = self._copies.load(transfers)
-        elif transfers:
+        else:
             lines = self.host[[each.slot for each in transfers]]
             move(self.cache, lines, on_device([each.block_id for each in transfers], lines.device), to_cache=True)
 
@@ -201,11 +195,6 @@ class BlockStore:
             raise ValueError("no such block")
         return time.perf_counter() - start
 
-    def _note_reads(self, load: Load, report: Report) -> None:
-        load.failed = {i for i, read in load.reads.items() if read.exception()}
-        if seconds := [read.result() for i, read in load.reads.items() if i not in load.failed]:
-            report.rates["disk"] = NUM_THREADS * self.block_bytes * len(seconds) / sum(seconds)
-
 
 class GpuCopies:
     """The copies between a GPU and pinned memory, on two streams: the link carries both ways at once."""
@@ -224,7 +213,9 @@ class GpuCopies:
         self._buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)  # the last is for what comes
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
         self._free: list[tuple[int, Any]] = [(i, None) for i in range(count)]  # buffers, and when each was read last
-        self._gathered: list[tuple[int, list[int]]] = []  # buffers that are not sent yet, and the slots for their blocks
+        self._gathered: list[
+            tuple[int, list[int]]
+        ] = []  # buffers that are not sent yet, and the slots for their blocks
         self._sent: list[tuple[Any, set[int]]] = []  # slots, and when their blocks are there
 
     def gather(self, transfers: list[Transfer]) -> None:
