@@ -12,19 +12,9 @@ import time
 
 import numpy as np
 
+from folovllm.electives.kv_transfer import wire
 from folovllm.electives.kv_transfer.prefill import Engine, copy, look_up
 from folovllm.electives.kv_transfer.segment import Segments, open_segment
-from folovllm.electives.kv_transfer.wire import (
-    SHORT,
-    Ask,
-    Blocks,
-    Connection,
-    Done,
-    Reply,
-    SegmentRef,
-    WireError,
-    checksum_of,
-)
 from folovllm.request import Request
 
 logger = logging.getLogger("folovllm")
@@ -85,15 +75,17 @@ class PrefillClient:
         layout, have = await look_up(self._engine, token_ids, salt)
         if have == num_blocks:
             return
-        ask = Ask(layout, token_ids, have, salt)
+        ask = wire.Ask(layout, token_ids, have, salt)
         async with asyncio.timeout(GREETING):
             reader, writer = await asyncio.open_connection(self._host, self._port)
-            peer = Connection(reader, writer, self._secret, is_server=False)
+            peer = wire.Connection(reader, writer, self._secret, is_server=False)
         try:
             async with asyncio.timeout(GREETING):
                 await peer.greet()
                 await peer.send(ask)
-            while isinstance(blocks := await peer.receive(Blocks, Done, limit=SHORT + len(token_ids)), Blocks):
+            while isinstance(
+                blocks := await peer.receive(wire.Blocks, wire.Done, limit=wire.SHORT + len(token_ids)), wire.Blocks
+            ):
                 blocks.require_sound(ask, have)
                 have = await self._take(peer, blocks, ask)
                 if have < blocks.end:
@@ -101,26 +93,26 @@ class PrefillClient:
         finally:
             writer.close()
 
-    async def _take(self, peer: Connection, blocks: Blocks, ask: Ask) -> int:
+    async def _take(self, peer: wire.Connection, blocks: wire.Blocks, ask: wire.Ask) -> int:
         """Check the bytes of some blocks, and hand them to the engine. Returns how many blocks of the prompt are cached then."""
         if (shared := self._shared(blocks.memory)) is not None:
             have = await self._import(shared, blocks.memory, blocks, ask)
-            await peer.send(Reply("next"))
+            await peer.send(wire.Reply("next"))
             return have
-        await peer.send(Reply("bytes"))
+        await peer.send(wire.Reply("bytes"))
         async with self._segments.one() as segment:
             await peer.read_into(segment.data[: blocks.num_bytes])
             return await self._import(segment.data, segment.ref, blocks, ask)
 
-    def _shared(self, memory: SegmentRef) -> memoryview | None:
+    def _shared(self, memory: wire.SegmentRef) -> memoryview | None:
         """What a segment of the peer's holds; None if it is not seen here, as on another host."""
         try:
             return open_segment(memory)
         except ValueError:
             return None
 
-    async def _import(self, data: memoryview, memory: SegmentRef, blocks: Blocks, ask: Ask) -> int:
+    async def _import(self, data: memoryview, memory: wire.SegmentRef, blocks: wire.Blocks, ask: wire.Ask) -> int:
         """Raises WireError if the bytes are not those that the peer announced."""
-        if blocks.num_bytes > len(data) or await checksum_of(data[: blocks.num_bytes]) != blocks.checksum:
-            raise WireError("the peer's K/V are damaged: their checksum is another")
+        if blocks.num_bytes > len(data) or await wire.checksum_of(data[: blocks.num_bytes]) != blocks.checksum:
+            raise wire.WireError("the peer's K/V are damaged: their checksum is another")
         return await copy(self._engine, "import_blocks", ask, blocks.first, blocks.end, memory)

@@ -12,37 +12,24 @@ from typing import Any
 
 import msgspec
 
+from folovllm.electives.kv_transfer import wire
 from folovllm.electives.kv_transfer.segment import Segment, Segments
-from folovllm.electives.kv_transfer.wire import (
-    SHORT,
-    Ask,
-    Blocks,
-    Connection,
-    Done,
-    Layout,
-    Refusal,
-    Reply,
-    SegmentRef,
-    WireError,
-    checksum_of,
-    unless,
-)
 from folovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("folovllm")
 PATIENCE = 10.0  # seconds for the next message of a peer that owes one
 NOBODYS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # of the token behind a prompt
-Engine = Any  # a server's, with `setup`, `call`, `prepare` and `submit`
+Engine = Any  # a server's, with `setup`, `call` and `generate`
 
 
-async def look_up(engine: Engine, token_ids: bytes = b"", salt: str | None = None) -> tuple[Layout, int]:
+async def look_up(engine: Engine, token_ids: bytes = b"", salt: str | None = None) -> tuple[wire.Layout, int]:
     """Call `blocks.look_up` in the engine, between two steps."""
     query = {"token_ids": token_ids, "salt": salt}
     found = await engine.call("call_function", "folovllm.electives.kv_transfer.blocks:look_up", query)
-    return msgspec.msgpack.decode(found, type=tuple[Layout, int])
+    return msgspec.msgpack.decode(found, type=tuple[wire.Layout, int])
 
 
-async def copy(engine: Engine, function: str, ask: Ask, first: int, end: int, memory: SegmentRef) -> int:
+async def copy(engine: Engine, function: str, ask: wire.Ask, first: int, end: int, memory: wire.SegmentRef) -> int:
     """Call `blocks.export_blocks` or `blocks.import_blocks` in the engine, between two steps."""
     query = {"blocks": msgspec.msgpack.encode((ask, first, end, memory))}
     return int(await engine.call("call_function", f"folovllm.electives.kv_transfer.blocks:{function}", query))
@@ -76,7 +63,7 @@ class PrefillServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection. Whatever goes wrong in it ends it alone."""
-        peer, task = Connection(reader, writer, self._secret, is_server=True), asyncio.current_task()
+        peer, task = wire.Connection(reader, writer, self._secret, is_server=True), asyncio.current_task()
         assert task is not None
         self._peers.add(task)
         try:
@@ -86,48 +73,43 @@ class PrefillServer:
         except Exception as error:  # a stranger, another model, too long a prompt, an engine that drains or ended
             logger.warning("a peer is refused: %s", error)
             with suppress(OSError):
-                await peer.send(Refusal(str(error)))
+                await peer.send(wire.Refusal(str(error)))
         finally:
             self._peers.discard(task)
             writer.close()
 
-    async def _answer(self, peer: Connection) -> None:
+    async def _answer(self, peer: wire.Connection) -> None:
         async with asyncio.timeout(PATIENCE):
             await peer.greet()
-            ask = await peer.receive(Ask, limit=SHORT + 4 * self._engine.setup.max_model_len)
+            ask = await peer.receive(wire.Ask, limit=wire.SHORT + 4 * self._engine.setup.max_model_len)
         layout, _ = await look_up(self._engine)
         layout.require_same(ask.layout)
         num_blocks, rest = divmod(len(ask.token_ids), 4 * layout.block_size)
         if rest or not 0 <= ask.first < num_blocks:
-            raise WireError(f"the peer asks for {len(ask.token_ids)} bytes of tokens from block {ask.first} on")
-        await unless(peer.reader.read(1), self._compute(ask))
+            raise wire.WireError(f"the peer asks for {len(ask.token_ids)} bytes of tokens from block {ask.first} on")
+        await wire.unless(peer.reader.read(1), self._compute(ask))
         async with self._segments.one() as segment:
             first = ask.first
             while first < num_blocks and (blocks := await self._export(ask, first, num_blocks, segment)):
                 await peer.send(blocks)
                 async with asyncio.timeout(PATIENCE):
-                    reply = await peer.receive(Reply)
+                    reply = await peer.receive(wire.Reply)
                 if reply.wants == "bytes":
                     await peer.write(segment.data[: blocks.num_bytes])
                 first = blocks.end
-        await peer.send(Done())
+        await peer.send(wire.Done())
 
-    async def _compute(self, ask: Ask) -> None:
+    async def _compute(self, ask: wire.Ask) -> None:
         """Have a prompt computed, so that its blocks are cached."""
-        tokens = memoryview(ask.token_ids).cast("i").tolist()
-        prepared = await self._engine.prepare({"prompt_token_ids": tokens}, NOBODYS, cache_salt=ask.salt)
-        stream = self._engine.submit(prepared)
-        try:
-            async for _ in stream:
-                pass
-        finally:
-            stream.close()
+        prompt = {"prompt_token_ids": memoryview(ask.token_ids).cast("i").tolist()}
+        async for _ in self._engine.generate(prompt, NOBODYS, cache_salt=ask.salt):
+            pass
 
-    async def _export(self, ask: Ask, first: int, end: int, segment: Segment) -> Blocks | None:
+    async def _export(self, ask: wire.Ask, first: int, end: int, segment: Segment) -> wire.Blocks | None:
         """Copy the next blocks into the segment, as many as fit and are cached. None: the first of them was evicted."""
         end = min(end, first + self._segments.num_blocks)
         end = first + await copy(self._engine, "export_blocks", ask, first, end, segment.ref)
         if end == first:
             return None
-        checksum = await checksum_of(segment.data[: (end - first) * ask.layout.block_bytes])
-        return Blocks(ask.layout, first, end, ask.tokens(first, end), checksum, segment.ref)
+        checksum = await wire.checksum_of(segment.data[: (end - first) * ask.layout.block_bytes])
+        return wire.Blocks(ask.layout, first, end, ask.tokens(first, end), checksum, segment.ref)
