@@ -181,7 +181,7 @@ class BlockStore:
         """A slot's bytes, when nothing is on its way to it."""
         if self._copies is not None:
             self._copies.wait_for(slot)
-        return memoryview(self.host[slot].numpy()).cast("B")
+        return self.host[slot].numpy().data.cast("B")
 
     def _write(self, transfer: Transfer) -> None:
         assert self._files is not None
@@ -250,8 +250,8 @@ class GpuCopies:
         """Copy slots to a buffer and scatter it to their blocks, behind the steps so far and beside the next. Returns when it begins and ends."""
         wanted, buffer = {each.slot for each in transfers}, self._buffers[-1]
         self._in.wait_stream(torch.cuda.current_stream())  # a step in flight may still write to these blocks
-        for event, slots in self._sent:
-            if not slots.isdisjoint(wanted):
+        for event, filled in self._sent:
+            if not filled.isdisjoint(wanted):
                 self._in.wait_event(event)
         began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._in):
