@@ -72,8 +72,10 @@ def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
     num_bytes = len(transfers) * store.block_bytes
 
     def leave() -> None:
-        copies.gather(transfers)
-        copies.send()
+        for i in range(0, len(transfers), copies.room):
+            slots = [each.slot for each in transfers[i : i + copies.room]]
+            copies.gather(slots)
+            copies.send(slots)
 
     out = min(seconds_on_card(leave) for _ in range(5))
     into = min(seconds_on_card(lambda: copies.load(transfers)) for _ in range(5))

@@ -38,7 +38,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def start_load_kv(self: stores.BlockStore, meta: stores.ConnectorMetadata) -> None:
         loads, meta.loads = meta.loads, {}
         start(self, meta)
-        poison([each.block_id for each in meta.saves.values()], self.cache)
+        poison(meta.evicted, self.cache)
         poison([each.block_id for transfers in loads.values() for each in transfers], self.cache)
         start(self, stores.ConnectorMetadata(loads=loads))
 

@@ -43,8 +43,8 @@ def test_bytes_leave_and_come_back_as_they_were(dtype: str) -> None:
     ]
     cache.random_(-(2**31), 2**31 - 1)
     before = cache.clone()
-    copies.gather(transfers)
-    copies.send()
+    copies.gather([each.block_id for each in transfers])
+    copies.send([each.slot for each in transfers])
     poison([each.block_id for each in transfers], cache)
     targets = random.sample(range(300), 250)
     expected = cache.clone()

@@ -29,10 +29,12 @@ class HostIndex:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
 
     def get(self, key: bytes) -> Entry | None:
-        """The block, which counts as used now."""
-        if (entry := self._entries.get(key)) is not None:
-            self._entries.move_to_end(key)
-        return entry
+        """The block, if it is there."""
+        return self._entries.get(key)
+
+    def touch(self, key: bytes) -> None:
+        """A block that is there counts as used now."""
+        self._entries.move_to_end(key)
 
     def put(self, key: bytes, token_ids: bytes) -> tuple[Entry | None, bytes | None]:
         """A slot for a new block, and the key of the block that had to go for it. None if transfers hold every slot."""

@@ -20,7 +20,14 @@ from folovllm.electives.kv_transfer.disk import own_folder, stored_keys
 from folovllm.electives.kv_transfer.index import Entry, HostIndex
 from folovllm.electives.kv_transfer.options import num_bytes
 from folovllm.electives.kv_transfer.plan import block_key, blocks_to_load, requests_to_recompute
-from folovllm.electives.kv_transfer.store import ConnectorMetadata, Report, Transfer, on_store, register_kv_caches
+from folovllm.electives.kv_transfer.store import (
+    NOWHERE,
+    ConnectorMetadata,
+    Report,
+    Transfer,
+    on_store,
+    register_kv_caches,
+)
 from folovllm.engine.events import BlocksMoved
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput
@@ -69,8 +76,8 @@ class OffloadConnector(KVConnector):
             raise ValueError(f"kv_offload is more than this machine's memory of {most:,} bytes: take less")
         share = size // self._num_ranks
         made = executor.collective_rpc(register_kv_caches, share, self._folder, self._num_ranks)
-        slots, sizes, rates = zip(*made, strict=True)
-        self._host, self._block_bytes = HostIndex(min(slots)), sum(sizes)
+        slots, rooms, sizes, rates = zip(*made, strict=True)
+        self._host, self._room, self._block_bytes = HostIndex(min(slots)), min(rooms), sum(sizes)
         # Bytes of all files of a block, by key; the oldest first.
         self._disk = OrderedDict(() if self._folder is None else stored_keys(self._folder, self._num_ranks))
         self._disk_size = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
@@ -82,6 +89,8 @@ class OffloadConnector(KVConnector):
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = ConnectorMetadata()
         self._evicted: list[tuple[int, int, bytes]] = []  # id, hash and tokens of blocks that the next step overwrites
+        self._removed: list[bytes] = []  # keys and, below, blocks: what the ranks are told next of their files
+        self._writes: list[Transfer] = []
         self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
         self._loads: dict[int, PendingLoad] = {}  # by seq_id
         self._writing: dict[bytes, Entry] = {}  # by key
@@ -127,6 +136,8 @@ class OffloadConnector(KVConnector):
             entry.is_coming = True
             load.entries.append(entry)
             load.transfers.append(Transfer(entry.slot, block_id, key, token_ids, from_disk))
+        for entry in reversed(load.entries):
+            self._host.touch(entry.key)  # the end of a prefix is of no use without its beginning, and goes first
         self._meta.loads[seq.seq_id] = load.transfers
 
     def block_evicted(self, block: Block) -> None:
@@ -135,12 +146,19 @@ class OffloadConnector(KVConnector):
         self._evicted.append((block.block_id, block.hash, block.token_ids))
 
     def build_connector_meta(self, output: SchedulerOutput) -> None:
-        """Send what was planned to all ranks."""
-        if self._evicted:
-            self._keep_evicted()
+        """Send what was planned to all ranks. While they load, find places for what they have gathered."""
+        while len(self._evicted) > self._room:
+            first, self._evicted = self._evicted[: self._room], self._evicted[self._room :]
+            gather = ConnectorMetadata([block_id for block_id, _, _ in first])
+            self._executor.collective_rpc(on_store, "start_load_kv", gather)
+            self._keep(first)
+        last, self._evicted = self._evicted, []
+        self._meta.evicted = [block_id for block_id, _, _ in last]
         if self._meta != ConnectorMetadata():
             meta, self._meta = self._meta, ConnectorMetadata()
             self._executor.collective_rpc(on_store, "start_load_kv", meta)
+        if last or self._writes:
+            self._keep(last)
 
     def get_finished(self) -> Mapping[int, int]:
         """Ask the ranks, if something is under way there."""
@@ -198,21 +216,28 @@ class OffloadConnector(KVConnector):
             self._report("lost", "host", 1)
         return entry
 
-    def _keep_evicted(self) -> None:
-        """Give the blocks that are about to be overwritten a place in host memory, those that have none, and on disk."""
+    def _keep(self, evicted: list[tuple[int, int, bytes]]) -> None:
+        """Give blocks that the ranks have gathered a place in host memory, those that have none, and on disk."""
         version, count = self._version(), 0
-        for block_id, hash_, token_ids in self._evicted:
+        saves: dict[int, int] = {}  # by slot: of two blocks for one slot, the later stays
+        for i, (_, hash_, token_ids) in enumerate(evicted):
             key = self._key(hash_, version)
-            if (entry := self._host.get(key)) is None:
-                if (entry := self._put(key, token_ids)) is None:
-                    self._report("lost", "device", 1)
-                    continue
-                self._meta.saves[entry.slot] = Transfer(entry.slot, block_id, key, token_ids)
+            if (entry := self._host.get(key)) is not None:
+                self._host.touch(key)
+            elif (entry := self._put(key, token_ids)) is not None:
+                saves[entry.slot] = i
                 count += 1
+            else:
+                self._report("lost", "device", 1)
+                continue
             if self._folder is not None and not version:
                 self._write(entry)
         self._report("offloaded", "host", count)
-        self._evicted.clear()
+        slots = [NOWHERE] * len(evicted)
+        for slot, i in saves.items():
+            slots[i] = slot
+        self._executor.collective_rpc(on_store, "save", slots, self._removed, self._writes)
+        self._removed, self._writes = [], []
 
     def _report(self, what: str, place: str, count: int, seq_id: int = -1) -> None:
         if count and self.events.on:
@@ -274,12 +299,12 @@ class OffloadConnector(KVConnector):
                 return  # all that counts is being written
             oldest, size = self._disk.popitem(last=False)
             self._disk_used -= size
-            self._meta.removed.append(oldest)
+            self._removed.append(oldest)
             self._report("lost", "disk", 1)
         self._disk_used += self._block_bytes
         self._host.hold(entry)
         self._writing[entry.key] = entry
-        self._meta.writes.append(Transfer(entry.slot, -1, entry.key, entry.token_ids))
+        self._writes.append(Transfer(entry.slot, -1, entry.key, entry.token_ids))
 
     def _give_disk_up(self, error: str) -> None:
         if self._folder is not None:

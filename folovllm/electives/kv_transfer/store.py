@@ -27,6 +27,7 @@ STORE = "kv_transfer"  # of a worker's `state`
 BUFFER_BYTES = 64 << 20  # of each buffer on a GPU
 CARD_SHARE = 64  # of the card's memory one part in so many is for what leaves; steps wait if more leaves at once
 NUM_THREADS = 4
+NOWHERE = -2  # the slot of an evicted block that is not kept
 
 
 class Transfer(NamedTuple):
@@ -41,13 +42,11 @@ class Transfer(NamedTuple):
 
 @dataclass(slots=True)
 class ConnectorMetadata:
-    """What a rank is told before a step. Saves come first, for loads may overwrite what they save."""
+    """What a rank is told before a step. Evicted blocks are gathered first, for loads may overwrite them."""
 
-    saves: dict[int, Transfer] = field(default_factory=dict)  # by slot: of two blocks for one slot, the later stays
+    evicted: list[int] = field(default_factory=list)  # ids; their slots follow (`BlockStore.save`)
     loads: dict[int, list[Transfer]] = field(default_factory=dict)  # by seq_id
     cancelled: list[int] = field(default_factory=list)
-    writes: list[Transfer] = field(default_factory=list)
-    removed: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -91,14 +90,16 @@ class BlockStore:
         self._copying: dict[int, Load] = {}
         self._writes: dict[bytes, Future[None]] = {}
         self._copies = GpuCopies(cache, self.host) if cache.is_cuda else None
+        self._gathered = torch.empty(0)  # on a CPU [k, 2L, words], until their slots are known
+        self.room = cache.shape[1] if self._copies is None else self._copies.room  # evicted blocks at a time
 
     def measure_link(self) -> dict[str, float]:
         """Bytes a second to the device. It overwrites blocks and slots, so nothing may be in them yet; the kernels are compiled."""
         if self._copies is None:
             return {}
-        transfers = [Transfer(i, i, b"", b"") for i in range(min(len(self.host), self.cache.shape[1], 64))]
-        self._copies.gather(transfers)
-        self._copies.send()
+        transfers = [Transfer(i, i, b"", b"") for i in range(min(len(self.host), self.room, self.cache.shape[1], 64))]
+        self._copies.gather(list(range(len(transfers))))
+        self._copies.send(list(range(len(transfers))))
         for _ in range(3):
             began, done = self._copies.load(transfers)
             done.synchronize()
@@ -106,8 +107,10 @@ class BlockStore:
 
     def start_load_kv(self, meta: ConnectorMetadata) -> None:
         """Begin all that `meta` says, and wait for nothing."""
-        if meta.saves:
-            self._save([*meta.saves.values()])
+        if meta.evicted and self._copies is not None:
+            self._copies.gather(meta.evicted)
+        elif meta.evicted:
+            self._gathered = self.cache[:, meta.evicted].transpose(0, 1)  # a copy
         for seq_id, transfers in meta.loads.items():
             reads = {i: self._pool.submit(self._read, each) for i, each in enumerate(transfers) if each.from_disk}
             load = Load(transfers, reads)
@@ -120,12 +123,18 @@ class BlockStore:
                 cancelled.is_cancelled = True
             elif (cancelled := self._copying.get(seq_id)) is not None and cancelled.done is not None:
                 torch.cuda.current_stream().wait_event(cancelled.done)  # the coming steps may write to its blocks
+
+    def save(self, slots: list[int], removed: list[bytes], writes: list[Transfer]) -> None:
+        """Copy what was gathered last to its slots. Then remove files, and write others."""
         if self._copies is not None:
-            self._copies.send()
+            self._copies.send(slots)
+        else:
+            kept = [i for i, slot in enumerate(slots) if slot != NOWHERE]
+            self.host[[slots[i] for i in kept]] = self._gathered[kept]
         if self._files is not None:
-            for key in meta.removed:
+            for key in removed:
                 self._pool.submit(self._files.remove, key)
-            for transfer in meta.writes:
+            for transfer in writes:
                 self._writes[transfer.key] = self._pool.submit(self._write, transfer)
 
     def get_finished(self) -> Report:
@@ -157,13 +166,6 @@ class BlockStore:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._copies is not None:
             self._copies.close()
-
-    def _save(self, saves: list[Transfer]) -> None:
-        if self._copies is not None:
-            self._copies.gather(saves)
-        else:
-            blocks = self.cache[:, [each.block_id for each in saves]]  # a copy
-            self.host[[each.slot for each in saves]] = blocks.transpose(0, 1)
 
     def _copy(self, seq_id: int, load: Load) -> None:
         """Have a load copied to the cache, unless nobody waits for it."""
@@ -213,53 +215,53 @@ class GpuCopies:
         self._buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)  # the last is for what comes
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
         self._free: list[tuple[int, Any]] = [(i, None) for i in range(count)]  # buffers, and when each was read last
-        self._gathered: list[
-            tuple[int, list[int]]
-        ] = []  # buffers that are not sent yet, and the slots for their blocks
+        self.room = count * self._chunk
+        self._gathered: list[tuple[int, int]] = []  # buffers that are not sent yet, and how many blocks are in each
         self._sent: list[tuple[Any, set[int]]] = []  # slots, and when their blocks are there
 
-    def gather(self, transfers: list[Transfer]) -> None:
-        """Gather blocks into buffers, behind the steps so far and before the next. `send` must follow."""
-        steps = torch.cuda.current_stream()
-        for slots, ids in self._chunks(transfers):
-            if not self._free:
-                self.send()
+    def gather(self, block_ids: list[int]) -> None:
+        """Gather blocks, `room` at most, behind the steps so far and before the next. `send` must follow."""
+        steps, ids = torch.cuda.current_stream(), on_device(block_ids, self._cache.device)
+        for part in ids.split(self._chunk):
             number, was_read = self._free.pop(0)
             if was_read is not None:
                 steps.wait_event(was_read)
-            move(self._cache, self._buffers[number, : len(slots)], ids, to_cache=False)
-            self._gathered.append((number, slots))
+            move(self._cache, self._buffers[number, : len(part)], part, to_cache=False)
+            self._gathered.append((number, len(part)))
 
-    def send(self) -> None:
+    def send(self, slots: list[int]) -> None:
         """Copy what was gathered to its slots, while the next steps run. What comes has the link first, for somebody waits for it."""
-        if not self._gathered:
-            return
         self._out.wait_stream(torch.cuda.current_stream())
         self._out.wait_stream(self._in)
         self._sent = [pair for pair in self._sent if not pair[0].query()]
-        for number, slots in self._gathered:
+        for number, count in self._gathered:
+            own, slots = slots[:count], slots[count:]
             with torch.cuda.stream(self._out):
-                for i, j in runs(slots):
-                    self._host[slots[i] : slots[i] + j - i].copy_(self._buffers[number, i:j], non_blocking=True)
+                for i, j in runs(own):
+                    if own[i] != NOWHERE:
+                        self._host[own[i] : own[i] + j - i].copy_(self._buffers[number, i:j], non_blocking=True)
             event = self._out.record_event()
             self._free.append((number, event))
-            self._sent.append((event, set(slots)))
+            self._sent.append((event, set(own)))
         self._gathered.clear()
 
     def load(self, transfers: list[Transfer]) -> tuple[Any, Any]:
         """Copy slots to a buffer and scatter it to their blocks, behind the steps so far and beside the next. Returns when it begins and ends."""
-        wanted, buffer = {each.slot for each in transfers}, self._buffers[-1]
+        transfers, n, buffer = sorted(transfers, key=attrgetter("slot")), self._chunk, self._buffers[-1]
+        all_slots = [each.slot for each in transfers]
         self._in.wait_stream(torch.cuda.current_stream())  # a step in flight may still write to these blocks
         for event, filled in self._sent:
-            if not filled.isdisjoint(wanted):
+            if not filled.isdisjoint(all_slots):
                 self._in.wait_event(event)
         began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._in):
             began.record()
-            for slots, ids in self._chunks(transfers):
+            ids = on_device([each.block_id for each in transfers], self._cache.device)
+            for at in range(0, len(transfers), n):
+                slots = all_slots[at : at + n]
                 for i, j in runs(slots):
                     buffer[i:j].copy_(self._host[slots[i] : slots[i] + j - i], non_blocking=True)
-                move(self._cache, buffer[: len(slots)], ids, to_cache=True)
+                move(self._cache, buffer[: len(slots)], ids[at : at + n], to_cache=True)
             done.record()
         return began, done
 
@@ -274,13 +276,6 @@ class GpuCopies:
         torch.cuda.synchronize()
         self._unpin()
 
-    def _chunks(self, transfers: list[Transfer]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Slots in order and the ids of their blocks [k], a buffer's at a time."""
-        transfers, n = sorted(transfers, key=attrgetter("slot")), self._chunk
-        ids = on_device([each.block_id for each in transfers], self._cache.device)
-        for i in range(0, len(transfers), n):
-            yield [each.slot for each in transfers[i : i + n]], ids[i : i + n]
-
 
 def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
     """Neighbouring slots are one copy: where it begins in the list, and where it ends."""
@@ -293,13 +288,13 @@ def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
 
 def register_kv_caches(
     worker: Any, num_bytes: int, folder: Path | None, num_ranks: int
-) -> tuple[int, int, dict[str, float]]:
-    """Make a rank's store of `num_bytes`; returns its slots, the bytes of a block, and what was measured of the link."""
+) -> tuple[int, int, int, dict[str, float]]:
+    """Make a rank's store of `num_bytes`; returns its slots and room, the bytes of a block, and what was measured of the link."""
     cache, rank = cache_of(worker), dist.get_rank() if num_ranks > 1 else 0
     num_slots = max(1, num_bytes // (cache.nbytes // cache.shape[1]))
     with worker.current:
         worker.state[STORE] = store = BlockStore(cache, num_slots, folder, rank)
-        return num_slots, store.block_bytes, store.measure_link()
+        return num_slots, store.room, store.block_bytes, store.measure_link()
 
 
 def on_store(worker: Any, method: str, *arguments: Any) -> Any:
