@@ -82,6 +82,8 @@ class OffloadConnector(KVConnector):
         self._disk = OrderedDict(() if self._folder is None else stored_keys(self._folder, self._num_ranks))
         self._disk_size = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
         self._disk_used = sum(self._disk.values())  # with those that are being written
+        if self._folder is not None and self._disk_size < self._block_bytes:
+            raise ValueError(f"kv_offload_dir_size holds no block: a block has {self._block_bytes:,} bytes")
         model, dtype, block_size = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype), setup.block_size
         self._key = lru_cache(KNOWN_KEYS)(  # a long prompt is asked about more than once
             lambda block_hash, version: block_key(block_hash, model, version, dtype, block_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -46,9 +47,9 @@ async def role(engine: Engine, name: str, peer: str, seconds: float) -> AsyncIte
 
 def address_of(peer: str) -> tuple[str, int]:
     """Host and port of "HOST:PORT"; a host with colons stands in brackets. Raises ValueError."""
-    host, _, port = peer.rpartition(":")
+    host, colon, port = peer.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not colon or not re.fullmatch(r"[\w.:%-]+", host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError(f"peer must be HOST:PORT, not {peer!r}")
     return host, int(port)
 

@@ -289,12 +289,18 @@ def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
 def register_kv_caches(
     worker: Any, num_bytes: int, folder: Path | None, num_ranks: int
 ) -> tuple[int, int, int, dict[str, float]]:
-    """Make a rank's store of `num_bytes`; returns its slots and room, the bytes of a block, and what was measured of the link."""
+    """Make a rank's store of `num_bytes`; returns its slots and room, the bytes of a block, and what was measured of the link.
+
+    Raises ValueError if they hold no block, or cannot be had.
+    """
     cache, rank = cache_of(worker), dist.get_rank() if num_ranks > 1 else 0
-    num_slots = max(1, num_bytes // (cache.nbytes // cache.shape[1]))
+    block_bytes = cache.nbytes // cache.shape[1]
+    num_slots = num_bytes // block_bytes
+    if not num_slots:
+        raise ValueError(f"kv_offload holds no block: each rank has {num_bytes:,} bytes, and a block {block_bytes:,}")
     with worker.current:
         worker.state[STORE] = store = BlockStore(cache, num_slots, folder, rank)
-        return num_slots, store.room, store.block_bytes, store.measure_link()
+        return num_slots, store.room, block_bytes, store.measure_link()
 
 
 def on_store(worker: Any, method: str, *arguments: Any) -> Any:

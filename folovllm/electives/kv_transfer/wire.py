@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 import xxhash
 
+from folovllm.models.messages import printable
+
 MAGIC = b"FOLOKV2\n"  # the version is in it
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
@@ -169,7 +171,7 @@ class Connection:
         except msgspec.MsgspecError as error:
             raise WireError(f"the peer's message is none of ours: {error}") from error
         if isinstance(message, Refusal):
-            raise WireError(message.message)
+            raise WireError(printable(message.message, 300))  # it is logged
         if not isinstance(message, (kind, *others)):
             raise WireError(f"the peer sent a {type(message).__name__} where a {kind.__name__} was due")
         return cast(M, message)
