@@ -31,7 +31,8 @@ def make_engine(**overrides: Any) -> LLMEngine:
     """An engine whose moved blocks are counted."""
     engine = make_any_engine(EngineConfig(**{"model": str(tiny_checkpoint()), **FIELDS, **overrides}))
     if "kv_offload" in overrides:
-        COUNTS[engine] = counts = Counter()
+        counts: Counter[str] = Counter()
+        COUNTS[engine] = counts
 
         def count(events: Sequence[Event]) -> None:
             for event in events:
