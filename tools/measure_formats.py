@@ -2,7 +2,7 @@
 
 A step of some requests, and prompts of one request, both in milliseconds; random weights. Each round has all engines at each
 point, and every second round has them in the other order. The last table: medians, and in brackets the median over the rounds
-of the time of 16 bits divided by that of the format: above 1, the format is faster.
+of the time of 16 bits (with `--ranks 1 2`: on one GPU) divided by that of the format: above 1, the format is faster.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ def prompt_time(engine: LLMEngine, length: int) -> float:
 
 
 def print_table(rounds: dict[str, list[list[float]]], points: list[str]) -> None:
-    """Print of each format, at each point, the median, and that of the ratios."""
-    print(f"{'':12}" + "".join(f"{point:>16}" for point in points))
+    """Print of each engine, at each point, the median, and that of the ratios to the first one."""
+    first = next(iter(rounds.values()))
+    print(f"{'':21}" + "".join(f"{point:>16}" for point in points))
     for name, times in rounds.items():
         cells = []
-        for column, plain in zip(zip(*times, strict=True), zip(*rounds[PLAIN], strict=True), strict=True):
+        for column, plain in zip(zip(*times, strict=True), zip(*first, strict=True), strict=True):
             ratio = statistics.median(a / b for a, b in zip(plain, column, strict=True))
             cells.append(f"{statistics.median(column):9.3f} ({ratio:4.2f})")
-        print(f"{name:12}" + "".join(cells), flush=True)
+        print(f"{name:21}" + "".join(cells), flush=True)
 
 
 def main() -> None:
@@ -72,24 +73,27 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=[PLAIN, *WEIGHTS], choices=FORMATS)
     parser.add_argument("--at-once", type=int, nargs="*", default=AT_ONCE)
     parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="an engine of each format for each of these")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    names = [PLAIN, *(name for name in args.formats if name != PLAIN)]
+    formats = [PLAIN, *(name for name in args.formats if name != PLAIN)]
+    kinds = {f"{name}, {ranks} GPU": (FORMATS[name], ranks) for name in formats for ranks in args.ranks}
     points = [str(count) for count in args.at_once] + [f"prompt {length}" for length in args.prompts]
-    rounds: dict[str, list[list[float]]] = {name: [] for name in names}
+    rounds: dict[str, list[list[float]]] = {name: [] for name in kinds}
     with ExitStack() as stack:
         engines = {}
-        for name in names:
+        for name, (weights, ranks) in kinds.items():
             began, folder = time.perf_counter(), Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            model = str(write_model(args.geometry, FORMATS[name], folder))
-            engines[name] = stack.enter_context(running(EngineConfig(model=model, **COMMON)))
+            model = str(write_model(args.geometry, weights, folder))
+            config = EngineConfig(model=model, tensor_parallel_size=ranks, **COMMON)
+            engines[name] = stack.enter_context(running(config))
             print(f"{name} started in {time.perf_counter() - began:.1f} s", flush=True)
         for number in range(args.rounds):
-            for name in names if number % 2 == 0 else reversed(names):
+            for name in kinds if number % 2 == 0 else reversed(kinds):
                 times = [step_time(engines[name], count) for count in args.at_once]
                 times += [prompt_time(engines[name], length) for length in args.prompts]
                 rounds[name].append(times)
-                print(f"{number} {name:12}" + "".join(f"{value:9.3f}" for value in times), flush=True)
+                print(f"{number} {name:21}" + "".join(f"{value:9.3f}" for value in times), flush=True)
         print_table(rounds, points)
 
 

@@ -1,60 +1,44 @@
-"""What a step with a draft head costs on a GPU, beside a plain step and a floor: `python -m tools.measure_heads`.
+"""What a draft head costs on a GPU: `python -m tools.measure_heads`.
 
-Weights are random, so drafts are hardly ever accepted, and each step is a whole one: k draft tokens, and k + 1 tokens to verify. The floor is the time of a
-plain step times the bytes that are read: the model's once, the head's layer, input projection and output head k times each. For real acceptance: the embedded heads.
+The milliseconds of a step with three drafts, beside a plain step, with weights from chance (`--geometry`), of which hardly a draft is accepted.
+
+`--rule`: throughput with a head whose draft lengths follow acceptance, divided by that without a head: at least 0.98, whatever the text. Answers to
+`tools/speculation/plain.json`, both engines in turns; in the first round the policy learns. Weights from chance are the worst case, for no draft is right.
+`--model stories-5m` (or `stories-hybrid --method mtp`) has the embedded models with their heads.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from folovllm import LLM, SamplingParams
-from folovllm.apps.bench.contenders import random_model
+from folovllm.apps.bench.contenders import GEOMETRIES, random_model
+from tools.beside_vllm import DRAFTS, write_head
+from tools.measure_speculation import answer, requests
 
-K, TOKENS, VOCABULARY = 3, 96, 32_000
+TOKENS, TASKS = 96, 8  # tokens of an answer where steps are timed; requests in `plain.json`
 
 
-def write_eagle3(target: dict[str, Any], folder: Path) -> int:
-    """Write an EAGLE-3 head of random weights for a target's config.json. Returns its bytes that each draft reads."""
-    hidden, heads, kv = target["hidden_size"], target["num_attention_heads"], target["num_key_value_heads"]
-    dim, inner = target["head_dim"], target["intermediate_size"]
-    shapes = {
-        "fc.weight": (hidden, 3 * hidden),
-        "midlayer.self_attn.q_proj.weight": (heads * dim, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (kv * dim, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (kv * dim, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, heads * dim),
-        "midlayer.mlp.gate_proj.weight": (inner, hidden),
-        "midlayer.mlp.up_proj.weight": (inner, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, inner),
-        "lm_head.weight": (VOCABULARY, hidden),
+def engines(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of the engine, and its `speculative_config`. Two such engines fit on a card."""
+    common = {
+        "max_num_seqs": max(args.at_once),
+        "num_kv_blocks": 8192,
+        "use_tqdm": False,
+        "tensor_parallel_size": args.gpus,
     }
-    tensors = {
-        name: (torch.randn(shape, device="cuda") * 0.02).to(torch.bfloat16).cpu() for name, shape in shapes.items()
-    }
-    size = sum(2 * t.numel() for name, t in tensors.items() if name != "fc.weight")  # fc: once a step
-    for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm"):
-        tensors[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    tensors["d2t"] = torch.zeros(VOCABULARY, dtype=torch.int64)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    own = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": VOCABULARY,
-        "model_type": "llama",
-    }
-    (folder / "config.json").write_text(json.dumps(target | own | {"target_hidden_size": hidden}))
-    return size
+    speculative = {"method": args.method, "num_speculative_tokens": DRAFTS}
+    if args.model:
+        fields, head = common | {"model": args.model}, "stories-eagle3"
+    else:
+        fields = random_model(args.geometry, folder, common | {"max_model_len": 2048})
+        head = str(write_head(Path(fields["model"])))
+    return fields, speculative | ({"model": head} if args.method == "eagle3" else {})
 
 
 def step_seconds(llm: LLM, num_seqs: int) -> float:
@@ -66,34 +50,53 @@ def step_seconds(llm: LLM, num_seqs: int) -> float:
         before, start = llm.engine.stats().steps, time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         rounds.append((time.perf_counter() - start) / (llm.engine.stats().steps - before))
-    return median(rounds[1:])
+    return statistics.median(rounds[1:])
+
+
+def print_steps(args: argparse.Namespace, fields: dict[str, Any], speculative: dict[str, Any]) -> None:
+    """Print what a step costs with drafts, always three of them."""
+    with LLM(**fields) as llm:
+        plain = {n: step_seconds(llm, n) for n in args.at_once}
+    with LLM(**fields, speculative_config=speculative | {"adaptive": False}) as llm:
+        for n in args.at_once:
+            seconds = step_seconds(llm, n)
+            print(
+                f"{n:4} at once: plain {1e3 * plain[n]:.2f} ms, with {DRAFTS} drafts {1e3 * seconds:.2f} ms, {seconds / plain[n]:.2f} plain steps"
+            )
+
+
+def print_rule(args: argparse.Namespace, fields: dict[str, Any], speculative: dict[str, Any]) -> None:
+    """Print throughput with the head over throughput without, of each round. Every second round has the head first."""
+    with LLM(**fields) as plain, LLM(**fields, speculative_config=speculative) as drafting:
+        for n in args.at_once:
+            prompts, params = requests(plain, "plain", 0.0, max(1, n // TASKS * 4))
+            ratios, counts = [], drafting.engine.scheduler.speculation  # type: ignore[attr-defined]
+            before = counts.num_draft_tokens, counts.num_accepted
+            for number in range(args.rounds):
+                turns = [plain, drafting][:: 1 if number % 2 == 0 else -1]
+                seconds = {llm: answer(llm, prompts, params, n).seconds for llm in turns}
+                ratios.append(seconds[plain] / seconds[drafting])
+            drafted, accepted = counts.num_draft_tokens - before[0], counts.num_accepted - before[1]
+            print(
+                f"{n:4} at once: rounds {' '.join(f'{ratio:.3f}' for ratio in ratios)}, behind the first at median {statistics.median(ratios[1:]):.3f}; "
+                f"without the head {1e3 * seconds[plain]:.4f} ms a token; {accepted} of {drafted} draft tokens accepted",
+                flush=True,
+            )
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a line for each number of requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=["eagle3", "mtp"], default="eagle3")
-    parser.add_argument("--geometry", default="qwen3-8b")
+    parser.add_argument("--geometry", default="qwen3-8b", choices=GEOMETRIES)
+    parser.add_argument("--model", help="an embedded model, in place of weights from chance")
+    parser.add_argument("--rule", action="store_true", help="throughput where draft lengths follow acceptance")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        fields = random_model(args.geometry, folder, {"max_model_len": 2048, "max_num_seqs": max(args.at_once)})
-        target = json.loads((Path(fields["model"]) / "config.json").read_text())
-        speculative: dict[str, Any] = {"method": args.method, "num_speculative_tokens": K, "adaptive": False}
-        if args.method == "mtp":
-            (Path(fields["model"]) / "config.json").write_text(json.dumps(target | {"mtp_num_hidden_layers": 1}))
-        else:
-            print(f"a draft reads {write_eagle3(target, folder / 'head') / 1e9:.2f} GB")
-            speculative["model"] = str(folder / "head")
-        with LLM(**fields) as llm:
-            plain = {n: step_seconds(llm, n) for n in args.at_once}
-        with LLM(**fields, speculative_config=speculative) as llm:
-            for n in args.at_once:
-                seconds = step_seconds(llm, n)
-                print(
-                    f"{n:4} at once: plain {1e3 * plain[n]:.2f} ms, with {K} drafts {1e3 * seconds:.2f} ms, {seconds / plain[n]:.2f} plain steps"
-                )
+    with tempfile.TemporaryDirectory() as folder:
+        (print_rule if args.rule else print_steps)(args, *engines(args, Path(folder)))
 
 
 if __name__ == "__main__":

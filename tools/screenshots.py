@@ -49,7 +49,10 @@ WANTED = [
     Picture("x3_recording", (BOOK / "x3_guesses.jsonl",), 4, 760, 420, True),
     Picture("6_recording", (BOOK / "6_abc.jsonl",), 7, 1280, 900),
     Picture("mini", (ROOT / "milestones" / "mini" / "recording.jsonl",), 16, 1280, 900),
-    *(Picture(f"scene_{one.name}", tuple(one.files), one.stop, 760, 420, True) for one in scenes().values()),
+    *(
+        Picture(f"scene_{one.name}", tuple(one.files), one.stop, 760, 600 if one.sampling else 420, True)
+        for one in scenes().values()
+    ),
 ]
 
 

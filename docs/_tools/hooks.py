@@ -7,31 +7,36 @@ page's colours and language, and its badges lead to the chapters.
 `<!-- recording NAME -->`, or two names for a race, becomes the inspector's page with these recordings of `assets/recordings/`, or with those of
 the scene of that name; the picture behind it (`make screenshots`) is for paper, and for browsers without JavaScript.
 The Chinese edition: a heading gets the anchor of the English one, which the mark above it names, and a section whose source has changed since,
-or a page that has no translation, says so in a banner.
+or a page that has no translation, says so in a banner. Each language has a search index of its own, beside its first page.
 What the pages take from the code is in them already (`excerpts.py`).
 """
 
 from __future__ import annotations
 
 import html
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
 from mkdocs.utils import get_relative_url
 
 sys.path[:0] = [str(Path(__file__).parent)]
+from cards import exercise_cards, map_rows, table_cards, write_sources  # noqa: E402
 from editions import COURSE, MARK, Pair, chinese_picture  # noqa: E402
 from publish import fields  # noqa: E402
 
-from folovllm.apps.inspector.page import one_file  # noqa: E402
+from folovllm.apps.inspector.page import STATIC, one_file  # noqa: E402
 from folovllm.apps.inspector.scenes import scenes  # noqa: E402
 from milestones.language import messages  # noqa: E402
 from milestones.tasks import Milestone  # noqa: E402
 
 ZH = "zh"
 MERMAID = "assets/mermaid/mermaid.tiny.js"
+TOUCH = "assets/touch.js"
 RECORDINGS = "assets/recordings"
 OVERVIEW = re.compile(r'<p><img[^>]*src="[^"]*assets/overview\.svg"[^>]*></p>')
 RECORDING = re.compile(r"<!-- recording (\w+)(?: (\w+))? -->\s*(<p><img[^>]*></p>)")
@@ -39,6 +44,8 @@ PICTURE = re.compile(r'(src="[^"]*img/(?:abc|x4|m6)_\w+)\.svg(?=")')  # with wor
 OVERVIEW_FILE = Path(__file__).parents[1] / "assets/overview.svg"
 shown: set[tuple[str, ...]] = set()  # in this build
 SCENES_PAGE = "inspector/"
+ALTERNATE = re.compile(r'\s*<link rel="alternate" [^>]*>')
+BASE = re.compile(r'(<script id="__config"[^>]*>\{.*?"base": "[^"]*)')
 MORE = {"en": ("On a page of its own", "More scenes"), ZH: ("单独打开", "更多场景")}
 
 
@@ -102,20 +109,69 @@ def _without_symbols(markdown: str, to_english: str) -> str:
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
-    """Formulas to MathML, the overview and recordings into their pages, and the script that draws diagrams to pages that have one.
+    """Formulas to MathML, the overview and recordings into their pages, tables and exercises as cards, and the scripts that draws diagrams, or makes a table one to touch, to pages that have one.
 
     The theme would fetch that script from the web; it does not where `mermaid` is there already.
     """
     if '<pre class="mermaid">' in content:
         content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
+    if '<div class="touch"' in content:
+        content += f'\n<script src="{get_relative_url(TOUCH, page.url)}"></script>'
     content = RECORDING.sub(lambda match: _recording(match, page), content)
     content = OVERVIEW.sub(lambda _: _overview(page), content)
-    if page.file.locale_alternate_of == ZH:
+    language = ZH if page.file.locale_alternate_of == ZH else "en"
+    if page.file.name.removesuffix(f".{ZH}") == "map":
+        content = map_rows(content, page.url)
+    content = exercise_cards(table_cards(content), language)
+    if language == ZH:
         content = PICTURE.sub(r"\1.zh.svg", content)
     return re.sub(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', _formula, content, flags=re.DOTALL)
 
 
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """A Chinese page searches below `zh/`, where the pages of its index are.
+
+    The theme would look for a sitemap beside each page in another language that a page names; the site's own sitemap names them all.
+    """
+    output = ALTERNATE.sub("", output)
+    return BASE.sub(rf"\1/{ZH}/", output, count=1) if page.file.locale_alternate_of == ZH else output
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """The page for an address that does not exist is in both languages; the navigation around it is English."""
+    is_second = config.plugins["i18n"].current_language == ZH
+    return "" if template_name == "404.html" and is_second else ALTERNATE.sub("", output)
+
+
+@event_priority(-101)  # after the languages are built, and their indices one
 def on_post_build(config: Any) -> None:
+    """Write what the pages of both languages need, once."""
+    if config.plugins["i18n"].building:
+        return
+    _write_recordings(config)
+    _split_index(Path(config.site_dir))
+    write_sources(Path(config.site_dir))
+    shutil.copy(STATIC / "house.css", Path(config.site_dir, "assets"))
+    if not config.site_url:  # a sitemap names whole addresses
+        for name in ("sitemap.xml", "sitemap.xml.gz"):
+            Path(config.site_dir, name).unlink()
+
+
+def _split_index(site: Path) -> None:
+    file = site / "search/search_index.json"
+    index = json.loads(file.read_text("utf-8"))
+    english: list[Any] = []
+    chinese: list[Any] = []
+    for entry in index["docs"]:
+        place = entry["location"].removeprefix(f"{ZH}/")
+        (english if place == entry["location"] else chinese).append({**entry, "location": place})
+    for folder, docs, languages in (site, english, ["en"]), (site / ZH, chinese, ["en", ZH]):
+        written = {"config": {**index["config"], "lang": languages}, "docs": docs}
+        (folder / "search").mkdir(exist_ok=True)
+        (folder / "search" / file.name).write_text(json.dumps(written, separators=(",", ":")), "utf-8")
+
+
+def _write_recordings(config: Any) -> None:
     """Write the pages with recordings, each one file that works from disk, too; and the pictures in Chinese."""
     folder = Path(config.site_dir, RECORDINGS)
     for names in shown:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, cast
 
 from folovllm.engine.inputs import Prompt, TokensPrompt, encode, is_one_prompt, parse_prompt
@@ -38,8 +37,9 @@ class BeamSearchParams:
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             require(type(value) is int and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}")
-        power, ends = self.length_penalty, self.ignore_eos
-        is_power = isinstance(power, Real) and not isinstance(power, bool) and -50 <= power <= 50
+        power: Any = self.length_penalty
+        ends = self.ignore_eos
+        is_power = isinstance(power, (int, float)) and not isinstance(power, bool) and -50 <= power <= 50
         require(is_power, f"length_penalty must be a number from -50 to 50, not {power!r}")
         require(isinstance(ends, bool), f"ignore_eos must be True or False, not {ends!r}")
 

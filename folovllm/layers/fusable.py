@@ -34,7 +34,7 @@ class FusableLinearMethod(LinearMethod):
         return tensor
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Make up a whole tensor as a checkpoint would have it, so that weights are about N(0, 0.02)."""
+        """Make up a whole tensor in the order of its destination, so that weights are about N(0, 0.02)."""
         tensor.normal_(0.0, 0.02, generator=generator)
 
     def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
@@ -51,6 +51,10 @@ class FusableLinearMethod(LinearMethod):
         (`distributed.sharding.Weight`).
         """
         return cut(tensor)
+
+    def shard_filled(self, kind: str, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Return one rank's part of a tensor that `fill` made up, in the order of its destination."""
+        return self.shard(kind, tensor, cut)
 
     def apply(
         self,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from folovllm.layers.fusable import fusable
-from folovllm.models.extra_tensors import Shard, part_of
+from folovllm.models.extra_tensors import Shard
 from folovllm.models.llama import LlamaForCausalLM
 
 
@@ -25,15 +26,17 @@ def init_random_weights(
     shapes matter), and `shard` cuts each tensor.
     """
     shard = shard or model.reorder
-    linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
     some = model.lm_head.weight
     for name, full in (places if whole is None else whole).items():
+        kind, method = name.rpartition(".")[2], fusable(full.linear_method)
         tensor = torch.empty(full.view.shape, dtype=full.view.dtype, device=some.device)
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
-            fusable(full.linear_method).fill(name.rpartition(".")[2], tensor, generator)
+            method.fill(kind, tensor, generator)
         if name in places:  # else another rank's
-            places[name].view.copy_(tensor if shard is None else part_of(places, linear_methods, shard, name, tensor))
+            places[name].view.copy_(
+                tensor if shard is None else method.shard_filled(kind, tensor, partial(shard, name))
+            )
     model.weights_loaded()

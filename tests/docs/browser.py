@@ -84,7 +84,7 @@ def running(site: Path) -> Iterator[Book]:
 
 @contextlib.contextmanager
 def opened(book: Book, colours: str = "null", search: bool = False) -> Iterator[tuple[Any, list[str]]]:
-    """A page, whose addresses begin at the book's; and what it asked for elsewhere.
+    """A page, whose addresses begin at the book's; and what it asked for elsewhere, with the console's errors.
 
     `colours` imitates the system's choice, in frames as well: "light", "dark" or, for none, "null". Unless it is to `search`,
     no page works out the index, which takes longer than all else.
@@ -97,6 +97,7 @@ def opened(book: Book, colours: str = "null", search: bool = False) -> Iterator[
                 outside.append(f"{request.frame.url} -> {request.url}")
 
         context.on("request", note)
+        context.on("console", lambda said: outside.append(said.text) if said.type == "error" else None)
         if not search:
             context.add_init_script(NO_WORKER)
         yield context.new_page(), outside

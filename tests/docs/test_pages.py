@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,37 @@ def test_chapters_ask_about_five_of_their_wrong_answers() -> None:
             cards = re.findall(r"<details markdown=\"1\">\n<summary>.*?</details>", page.read_text("utf-8"), re.S)
             asked = re.findall(rf"`({milestone.id}\.\d+_\w+)`", "".join(cards))
             assert len(asked) == len({*asked} & there) == 5, f"{page.name}: {asked}"
+
+
+def waste(block: float, _: int, mean: float) -> float:
+    lengths = range(1, 2 * int(mean))
+    return 100 * (1 - sum(lengths) / sum(-(-n // int(block)) * int(block) for n in lengths))
+
+
+def chunk(tokens: float, column: int, _: float) -> float:
+    step = 3.8 + 0.022 * tokens  # ms
+    return step if column == 1 else 16_000 / tokens * step
+
+
+def speed(k: float, _: int, acceptance: float) -> float:
+    return sum(acceptance**i for i in range(int(k) + 1)) / (1 + 0.43 / 3 * k)
+
+
+@pytest.mark.parametrize(("name", "formula"), [("3_paged_kv", waste), ("5_reuse", chunk), ("x3_speculation", speed)])
+def test_a_table_to_touch_is_its_formula(name: str, formula: Callable[[float, int, float], float]) -> None:
+    for page in (f"{name}.md", f"{name}.zh.md"):
+        (box,) = re.findall(r'<div class="touch".*?</div>', (ROOT / "docs" / page).read_text("utf-8"), re.S)
+        rows = [
+            [cell.strip(" %").replace(",", "") for cell in row.split("|")[1:-1]]
+            for row in box.split("\n")
+            if "|" in row
+        ]
+        assert len(rows) > 6
+        for head, *cells in rows[2:]:
+            for i, cell in enumerate(cells, 1):
+                mean = float(rows[0][i]) if formula is not chunk else 0.0
+                wanted = formula(float(head), i, mean)
+                assert cell == f"{wanted:.{len(cell.partition('.')[2])}f}", (page, head, i)
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

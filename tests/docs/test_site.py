@@ -33,6 +33,7 @@ WORDS = {  # word: the chapter that is about it
         "量化": "/zh/x2_fewer_bits/",
         "连续批处理": "/zh/2_continuous_batching/",
         "混合专家": "/zh/x4_experts/",
+        "prefix caching": "/zh/map/",
     },
 }
 FETCHED = dict.fromkeys(("script", "img", "iframe", "source", "video"), "src") | {"link": "href", "object": "data"}
@@ -106,10 +107,23 @@ def test_the_chinese_edition(site: Path) -> None:
     lanes = re.findall(r'src="([^"]*abc_m3\.zh\.svg)"', (site / "zh/3_paged_kv/index.html").read_text("utf-8"))
     assert [">排队<" in (site / "zh/3_paged_kv" / picture).read_text("utf-8") for picture in lanes] == [True]
     assert NOT_TRANSLATED in (site / "zh/reference/api/index.html").read_text("utf-8")
-    found = json.loads((site / "search/search_index.json").read_text("utf-8"))
-    places = [entry["location"] for entry in found["docs"] if "\u200b" in entry["text"]]
-    assert found["config"]["lang"] == ["en", "zh"] and any(place.startswith("zh/troubleshooting/") for place in places)
-    assert not [entry for entry in found["docs"] if entry["location"].startswith("zh/reference/api/")]
+    english, chinese = (
+        json.loads((site / home / "search/search_index.json").read_text("utf-8"))["docs"] for home in ("", "zh")
+    )
+    assert not [entry for entry in english if entry["location"].startswith("zh/")]
+    places = [entry["location"] for entry in chinese if "\u200b" in entry["text"]]
+    assert any(place.startswith("troubleshooting/") for place in places)
+    assert not [entry for entry in chinese if entry["location"].startswith("reference/api/")]
+
+
+@pytest.mark.slow
+def test_an_address_that_does_not_exist(site: Path) -> None:
+    """One page in both languages, whose links lead somewhere from any folder."""
+    page = (site / "404.html").read_text("utf-8")
+    assert '<html lang="en"' in page and 'rel="alternate"' not in page and not (site / "sitemap.xml").exists()
+    links = re.findall(r'<li><a href="/([^"]+)"', page)
+    assert [link for link in links if not (site / link).exists()] == []
+    assert sum(link.startswith("zh/") for link in links) == len(links) / 2 > 3
 
 
 def test_the_overview_leads_to_chapters() -> None:
@@ -153,6 +167,25 @@ def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.slow
+def test_rows_of_the_map_lead_to_their_line(site: Path) -> None:
+    page = (site / "zh/map/index.html").read_text("utf-8")
+    rows = re.findall(r'<code>([\w.]+)</code></td>\s*<td[^>]*>[^\n]*</td>\s*<td[^>]*><a href="([^"#]+)#L-(\d+)"', page)
+    assert len(rows) == page.count(".py.html#L-") > 60
+    for name, address, line in rows:
+        source = (site / "zh/map" / address).read_text("utf-8")
+        at = re.search(rf'id="L-{line}" name="L-{line}".*', source)
+        assert at and re.search(rf"\b{name.split('.')[-1]}\b", re.sub(r"<[^>]+>", "", at[0])), name
+
+
+@pytest.mark.slow
+def test_an_exercise_is_a_card(site: Path) -> None:
+    for home, minutes in ("", "about 25 minutes"), ("zh/", "约 25 分钟"):
+        page = (site / home / "3_paged_kv/index.html").read_text("utf-8")
+        cards = re.findall(r'<div class="exercise">.*?</div>', page, re.DOTALL)
+        assert len(cards) == 6 and minutes in cards[0] and "python -m milestones hint m3.1" in cards[0]
+
+
 @pytest.fixture(scope="module")
 def book(site: Path) -> Iterator[browser.Book]:
     with browser.running(site) as book:
@@ -166,10 +199,14 @@ class TestInABrowser:
     def test_every_page(self, book: browser.Book, site: Path) -> None:
         """It asks nobody else, draws its diagrams, cuts off no comment, and a phone does not scroll it sideways."""
         files = {file.relative_to(site).as_posix(): file for file in sorted(site.rglob("*.html"))}
-        files = {name: file for name, file in files.items() if NOT_TRANSLATED not in file.read_text("utf-8")}
+        files = {
+            name: file
+            for name, file in files.items()
+            if NOT_TRANSLATED not in file.read_text("utf-8") and not name.startswith("assets/source/")
+        }
         with browser.opened(book) as (page, outside):
             said = {name: browser.visit(page, file, name) for name, file in files.items()}
-        assert outside == [], "a page asks somebody else"
+        assert outside == [], "a page asks somebody else, or for what is not there"
         for name, seen in said.items():
             assert seen.diagrams == browser.num_diagrams(files[name]), name
             assert seen.no_alt == [], f"{name}: a picture has no alt text"
@@ -186,6 +223,40 @@ class TestInABrowser:
             for name in ("", "3_paged_kv/", "x2_fewer_bits/", "performance/", "reference/api/", "reference/cli/"):
                 page.goto(f"{name}index.html")
                 assert page.evaluate(browser.FAINT) == [], name or "front page"
+
+    @pytest.mark.parametrize("home", ["", "zh/"])
+    def test_the_first_screen(self, book: browser.Book, home: str) -> None:
+        """Two buttons and the engine at work; a wide table is cards on a phone."""
+        with browser.opened(book) as (page, _):
+            for size in ({"width": 1440, "height": 900}, {"width": 390, "height": 844}):
+                page.set_viewport_size(size)
+                page.goto(f"{home}index.html")
+                cells = page.locator(".recording iframe").content_frame.locator("canvas.cells")
+                cells.wait_for()
+                for seen in (*page.locator(".hero-words a").all(), cells):
+                    box = seen.bounding_box()
+                    assert box and box["y"] >= 0 and box["y"] + box["height"] <= size["height"], f"{size}: {box}"
+                assert page.locator(".hero-words a").count() == 2
+                row = page.locator(".cards tbody tr").first
+                assert row.evaluate("row => getComputedStyle(row).display") == (
+                    "block" if size["width"] < 400 else "table-row"
+                )
+
+    @pytest.mark.parametrize("page_name", ["3_paged_kv", "zh/5_reuse", "x3_speculation"])
+    def test_a_table_to_touch(self, book: browser.Book, page_name: str) -> None:
+        """By keyboard; what is said is what the table says, which is there without a script."""
+        with browser.opened(book) as (page, _):
+            page.goto(f"{page_name}/index.html")
+            touch = page.locator(".touch")
+            cells = touch.locator("tbody tr").nth(2).locator("td").all_text_contents()
+            row = touch.locator("input").first
+            row.focus()
+            for key in ("Home", "ArrowRight", "ArrowRight"):
+                page.keyboard.press(key)
+            assert row.get_attribute("aria-valuetext") == cells[0]
+            said = touch.locator(".touch-said b").all_text_contents()
+            assert said == ([cells[2]] if touch.locator("input").count() == 2 else cells[1:])
+            assert touch.locator(".touch-bars .chosen").count() == len(said)
 
     def test_colours_can_be_switched(self, book: browser.Book) -> None:
         """The recording on the page follows, and the choice is kept."""
@@ -231,5 +302,7 @@ class TestInABrowser:
                 asked.fill(word)
                 asked.press("End")
                 page.wait_for_selector(".md-search-result__link")
-                found = [path for path in page.evaluate(browser.SEARCHED) if path.startswith("/zh/") == (home == "zh/")]
+                found = page.evaluate(browser.SEARCHED)
                 assert chapter in found[:3], f"{word} finds {found[:5]}"
+                assert {path.startswith("/zh/") for path in found} == {home == "zh/"}, "another language's pages"
+                assert not page.locator(".md-search-result__terms:visible").count(), "a word is called missing"

@@ -11,12 +11,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from folovllm.apps.inspector.lines import Scored, StepEnded
 from folovllm.apps.inspector.playground import CONTROLS, Playground
 from folovllm.apps.inspector.replay import Recording, parse
-from folovllm.apps.inspector.scenes import scenes
+from folovllm.apps.inspector.scenes import Sampling, scenes
 from folovllm.apps.inspector.serve import playground_app, replay_app
 from folovllm.engine.events import ExpertsAsked
 from folovllm.engine.scheduler import Scheduler
@@ -135,6 +137,29 @@ def test_a_scene_is_played() -> None:
             await page.see(has("RequestAdded"))
         playground.abort(None)
         assert playground._arriving is None
+
+    play(story, model="stories-5m")
+
+
+def test_how_each_token_is_chosen() -> None:
+    """The scene runs as the reader's sliders say, and so do the reader's prompts; each step says what it thought of every token."""
+
+    async def story(playground: Playground, page: Page) -> None:
+        playground.change_pace(delay=0.0)
+        await playground.play(scenes()["choose"], Sampling(temperature=0))
+        await page.see(has("Finished"))
+        await playground.ask(["The sea was"], max_tokens=3, sampling=Sampling(top_k=1))
+        await page.see(has("Finished"))
+        events = [event for turn in page.recording().turns() for event in turn.events]
+        found = [event for event in events if isinstance(event, Scored | StepEnded)]
+        assert len(found) > 2 * 3, "the page may have come after the first steps of the scene"
+        for scored, ended in zip(found[::2], found[1::2], strict=True):
+            assert isinstance(scored, Scored) and isinstance(ended, StepEnded)
+            likeliest = int(np.frombuffer(scored.logprobs, np.float16).argmax())
+            assert ended.sampled == [(scored.seq_id, [likeliest])]
+        await playground.ask(["The sea was"], max_tokens=3)
+        await page.see(has("Finished"))
+        assert page.count("Scored") == len(found) // 2, "only where a request asks for it"
 
     play(story, model="stories-5m")
 
@@ -277,7 +302,7 @@ class TestAddresses:
         for path in ("scenes/scenes.json", "scenes/none.jsonl", "book/index.md", "book/..%2Fpyproject.md"):
             assert client.get(f"/inspector/{path}").status_code == 404
         refused = client.post("/inspector/playground/scene", json={"scene": "none"})
-        assert refused.status_code == 400 and "known are memory" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "known are choose" in refused.json()["error"]["message"]
 
     def test_pages_of_others_cannot_ask(self, client: TestClient) -> None:
         url = "/inspector/playground/prompts"

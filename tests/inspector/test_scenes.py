@@ -7,16 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from folovllm.apps.inspector.page import inline_source, whole_page
 from folovllm.apps.inspector.playground import CONTROLS
 from folovllm.apps.inspector.scenes import Scene, scenes
+from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.step.schedule import SamplingSpec
 from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, show_source, shown, sse
 
 pytestmark = pytest.mark.slow
 TICK = "inspector.player.clock.tick"
 STRINGS = json.loads((STATIC / "strings.zh.json").read_text(encoding="utf-8"))
+CHOICES = """
+const {choose, float16s, gumbel, ranked} = await import("inspector/chances.js");
+const {scores, scene} = inspector.lanes[0].recording;
+const logits = scores.map((score) => float16s(score.logprobs));
+const orders = logits.map(ranked);
+const take = (i, settings) =>
+  choose(logits[i], orders[i], gumbel(settings.seed, scores[i].position, logits[i].length), settings).winner;
+return {
+  logits: logits.map((row) => [...row]), positions: scores.map((score) => score.position), drawn: scores[0].info.drawn,
+  chosen: it.map((settings, n) => take(n % 40, settings)), recorded: scores.map((_, i) => take(i, scene.sampling)),
+};
+"""
 TELL_ALL = f"""
 for (let at = 0; at < inspector.player.clock.length; at += 1 + it) {{
   inspector.player.go(at);
@@ -61,6 +77,69 @@ class TestPlaying:
             assert page.evaluate(TICK) == 30 and not page.evaluate("inspector.player.playing")
             assert page.locator("a.chapter").get_attribute("href") == "../3_paged_kv/"
             assert not page.locator(".experts, .states").locator("visible=true").count()
+
+
+class TestFirstScreen:
+    @pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["desk", "phone"])
+    def test_it_shows_what_the_scene_is_about(self, browser: Any, tmp_path: Path, size: tuple[int, int]) -> None:
+        panels = {
+            "memory": ".memory",
+            "chunks": ".timeline",
+            "experts": ".experts",
+            "states": ".states",
+            "blocks": ".memory",
+        }
+        for name, panel in panels.items():
+            with shown(browser) as here:
+                here.page.set_viewport_size({"width": size[0], "height": size[1]})
+                page = opened(here, scenes()[name].files, tmp_path, "t=5")
+                box, player = (page.locator(f"{it} canvas").first.bounding_box() for it in (panel, ".player"))
+                assert box and player and box["y"] + box["height"] <= player["y"], name
+
+
+class TestChoice:
+    def test_the_page_takes_the_token_that_the_engine_takes(self, browser: Any, tmp_path: Path) -> None:
+        """For 200 random settings of the sliders, the engine's own sampler beside; and as recorded, all forty tokens of the engine."""
+        random = np.random.default_rng(0)
+        rows = [
+            {
+                "temperature": float(random.choice([0, 0.3, 0.7, 1, 1.3, 2])),
+                "min_p": float(random.choice([0, random.random() / 2])),
+                "top_k": int(random.choice([0, 1, random.integers(2, 40)])),
+                "top_p": float(random.choice([1, random.uniform(0.05, 1)])),
+                "seed": int(random.integers(2**53)),
+            }
+            for _ in range(200)
+        ]
+        with shown(browser) as here:
+            opened(here, scenes()["choose"].files, tmp_path, "t=40")
+            found = here.run(CHOICES, rows)
+        specs = [SamplingSpec(**row) for row in rows]
+        logits = torch.tensor(found["logits"])[torch.arange(200) % 40]
+        positions = [found["positions"][i % 40] for i in range(200)]
+        batch = SamplingBatch.from_specs(specs, positions, torch.device("cpu"))
+        assert found["chosen"] == Sampler().sample(logits, batch).tolist()
+        assert len(set(found["drawn"])) > 20 and found["recorded"] == found["drawn"]
+
+    def test_by_keyboard(self, browser: Any, tmp_path: Path) -> None:
+        """A slider's keys are its own, and do not move the recording."""
+        with shown(browser, viewport={"width": 390, "height": 844}) as here:
+            page = opened(here, scenes()["choose"].files, tmp_path, "t=1")
+            assert page.locator(".winner").inner_text() == "“␣girl” wins with 44.3%; greedy takes “␣boy”."
+            page.locator("[name=temperature]").focus()
+            page.keyboard.press("Home")
+            page.evaluate(DRAWN)
+            assert page.locator(".winner").inner_text().startswith("“␣boy” wins with 100.0%: the likeliest token")
+            assert page.locator(".tokens tr").count() == 11 and page.locator(".tokens .cut").count() == 9
+            assert page.evaluate(TICK) == 1
+            page.locator("[name=seed]").fill("12.5")
+            page.keyboard.press("Enter")
+            page.get_by_role("button", name="Next seed").click()
+            assert page.locator("[name=seed]").input_value() == "13"
+            page.get_by_role("button", name="As recorded").click()
+            page.evaluate(DRAWN)
+            assert page.locator(".tokens .wins code").inner_text() == "␣girl"
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 class TestExperts:
@@ -133,9 +212,10 @@ class TestPlayground:
             show_source(here, source | {"scenes": listed}, routes)
             here.page.wait_for_function(SHOWN)
             run = here.page.locator("button.run")
-            assert (
-                here.page.evaluate("inspector.player.playing") and here.page.locator("details.panel[open]").count() == 0
-            )
+            kinds = [kind.inner_text() for kind in here.page.locator(".kind > b").all()]
+            assert kinds == ["Start", "Memory", "Speed", "Electives"]
+            here.page.wait_for_function("inspector.player.playing")
+            assert here.page.locator("details.panel[open]").count() == 0
             here.page.wait_for_function("!document.querySelector('button.run').disabled")
             assert run.inner_text() == "Run it on the engine"
             here.page.get_by_role("button", name="Blocks of sixteen and of one").click()

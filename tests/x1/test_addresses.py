@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
+from folovllm.apps.inspector.page import STATIC
 from folovllm.electives.server.app import build_app
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.pages import PAGE
@@ -140,7 +141,8 @@ def test_the_page_and_its_policy(server: Background) -> None:
     with urllib.request.urlopen(server.url, timeout=PATIENCE) as response:
         text, policy = response.read().decode(), response.headers["Content-Security-Policy"]
         assert response.headers["Content-Type"].startswith("text/html")
-    assert text == PAGE.read_text("utf-8")
+    style = (STATIC / "house.css").read_text("utf-8")
+    assert text == PAGE.read_text("utf-8").replace("/* house.css */\n", style)
     assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy
     assert set(re.findall(r"https?://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
     assert "innerHTML" not in text and "insertAdjacentHTML" not in text

@@ -161,8 +161,12 @@ class TestEveryEngine:
         ],
         ids=str,
     )
-    def test_milestones_and_modes(self, expected: list[RequestOutput], fields: dict[str, Any]) -> None:
+    def test_milestones_and_modes(
+        self, expected: list[RequestOutput], fields: dict[str, Any], request: pytest.FixtureRequest
+    ) -> None:
         """Eager and captured, overlapped or not, with preemption, prompts in chunks, two ranks."""
+        if "tensor_parallel_size" in fields:
+            request.getfixturevalue("warm")
         llm = engine(**fields)
         assert essence(answers(llm)) == essence(expected)
         if "num_kv_blocks" in fields:

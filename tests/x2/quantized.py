@@ -108,9 +108,9 @@ def compressed(
     }  # fmt: skip
 
 
-def assert_ranks_hold_their_parts(coded: Path, **tolerance: float) -> None:
+def assert_ranks_hold_their_parts(coded: Path, random_weights: bool = False, **tolerance: float) -> None:
     """Two ranks' attention and MLP of the second layer are those of the whole model."""
-    fields = EngineConfig(model=str(coded), device="cpu", use_tqdm=False)
+    fields = EngineConfig(model=str(coded), device="cpu", use_tqdm=False, random_weights=random_weights)
     setup = set_up(replace(fields, tensor_parallel_size=2))
     whole: Any = load_native_model(set_up(fields)).model.layers[1]
     x = torch.randn(3, setup.hf_config.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -63,11 +63,18 @@ class DraftsVerified(ev.DraftsVerified, frozen=True):
     rejected: list[int]
 
 
+class Scored(ev.Tagged, frozen=True):
+    """What the model said of every token before one was sampled, for a request that asked for all log-probabilities."""
+
+    seq_id: int
+    logprobs: bytes  # [V] float16, by token id
+
+
 Entry = (
     ev.RequestAdded | ev.Refused | ev.Admitted | ev.PrefixHit | ev.Preempted | ev.Finished | ev.Aborted | ev.ExpertsAsked
     | ev.BlockClaimed | ev.BlockFreed | ev.BlockTaken | ev.BlockAdopted | ev.BlockCached | ev.BlockEvicted | ev.BlockPassed
     | ev.TableFreed | ev.TableCut | ev.SnapshotCached | ev.SnapshotEvicted | ev.BlocksMoved | ev.GivenUp | ev.Snapshot
-    | StepBegan | StepEnded | DraftsVerified
+    | StepBegan | StepEnded | DraftsVerified | Scored
 )  # fmt: skip
 
 
@@ -112,7 +119,7 @@ class LineWriter:
         if isinstance(events[0], ev.Snapshot):
             self._known.clear()
             yield encode(self._header)
-        entries = [self._entry(event) for event in events]
+        entries = [entry for event in events for entry in (*scores_of(event), self._entry(event))]
         if new := {token for entry in entries for token in tokens_of_entry(entry)} - self._known:
             self._known |= new
             yield encode(Texts(self._texts.of(new)))
@@ -143,6 +150,18 @@ class LineWriter:
         return event
 
 
+def scores_of(event: ev.Event) -> Iterator[Scored]:
+    """What a step's end says of every token, of the sequences whose rows hold the whole vocabulary."""
+    if not isinstance(event, ev.StepEnded):
+        return
+    for i, rows in event.result.logprobs.items():
+        ids = [id_ for id_, _, _ in rows[-1]] if rows else []
+        if len(ids) > 1 + max(ids, default=0):  # the sampled token, and then all
+            values = np.empty(len(ids) - 1, np.float16)
+            values[ids] = [value for _, value, _ in rows[-1]]
+            yield Scored(event.output.scheduled_seqs[i].seq_id, values.tobytes())
+
+
 def copies_of(output: SchedulerOutput) -> dict[int, tuple[int, int]]:
     """The snapshots that a step loads and saves, by index of the scheduled sequence."""
     copies = (output.extras or {}).get("states")
@@ -158,6 +177,8 @@ def tokens_of_entry(entry: Entry) -> Iterable[int]:
             return (token for _, ids in entry.sampled for token in ids)
         case DraftsVerified():
             return entry.rejected
+        case Scored():
+            return range(len(entry.logprobs) // 2)
         case ev.Snapshot():
             blocks = np.frombuffer(b"".join([block.token_ids for block in entry.blocks]), np.int32)
             return {*np.unique(blocks).tolist(), *(int(token) for seq in entry.sequences for token in seq.token_ids)}

@@ -13,7 +13,8 @@ from folovllm.apps.inspector.replay import Recording, read
 from folovllm.models.written_files import write_whole
 
 STATIC = Path(__file__).parent / "static"
-STYLE = '<link rel="stylesheet" href="inspector.css">'
+STYLES = "house.css", "inspector.css"  # the first one is the chat page's and the book's, too
+STYLE = "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
 SOURCE = '<script type="application/json" id="source">null</script>'
 STRINGS = '<script type="application/json" id="strings">null</script>'
 SCRIPT = '<script type="module" src="main.js"></script>'
@@ -39,7 +40,7 @@ def whole_page(source: dict[str, Any], in_english: bool = False) -> str:
         f"inspector/{name}": "data:text/javascript;base64," + base64.b64encode(code.encode()).decode()
         for name, code in modules.items()
     }
-    style = (STATIC / "inspector.css").read_text(encoding="utf-8")
+    style = "".join((STATIC / name).read_text(encoding="utf-8") for name in STYLES)
     return _fill(
         source,
         style=f"<style>\n{style}</style>",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from folovllm.apps.inspector.live import Subscribers
-from folovllm.apps.inspector.scenes import Scene
+from folovllm.apps.inspector.scenes import VOCABULARY, Sampling, Scene, params_of
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.electives.server.errors import Unavailable
 from folovllm.sampling_params import SamplingParams
@@ -93,6 +93,7 @@ def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any
     chunks = settings["enable_chunked_prefill"] and milestone != "m1"
     length = min(LONGEST, memory) if chunks else min(LONGEST, memory, max(2, budget))
     chosen = {"milestone": milestone, "max_model_len": length, "max_num_batched_tokens": budget}
+    chosen["max_logprobs"] = VOCABULARY
     if settings["experts"] and model is None:
         chosen["model"] = "stories-moe"
     elif settings["states"] and model is None:
@@ -199,20 +200,22 @@ class Playground:
             self.loading = None
         return engine
 
-    async def play(self, scene: Scene) -> None:
-        """Build the engine of a scene, the last of several, and let its requests come one after the other, as in its recording."""
-        await self.build(DEFAULTS | scene.engines[-1])
-        self._arriving = asyncio.create_task(self._arrive(scene))
+    async def play(self, scene: Scene, sampling: Sampling | None = None) -> None:
+        """Build the engine of a scene, the last of several, and let its requests come one after the other, as in its recording.
 
-    async def _arrive(self, scene: Scene) -> None:
+        `sampling`: the reader's choice, for a scene that has one.
+        """
+        await self.build(DEFAULTS | scene.engines[-1])
+        self._arriving = asyncio.create_task(self._arrive(scene, params_of(sampling or scene.sampling)))
+
+    async def _arrive(self, scene: Scene, sampling: dict[str, Any]) -> None:
         """Ask what the scene asks: a request that comes n turns later comes n delays later."""
         turn = 0
         for request in scene.requests:
             await asyncio.sleep((request.turn - turn) * max(self.delay, 0.02))
             turn = request.turn
-            await self._submit(
-                [request.prompt], SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
-            )
+            params = SamplingParams(**sampling, max_tokens=request.max_tokens, ignore_eos=True)
+            await self._submit([request.prompt], params)
 
     def _stop_arrivals(self) -> None:
         if self._arriving is not None:
@@ -220,14 +223,20 @@ class Playground:
             self._arriving = None
 
     async def ask(
-        self, prompts: list[str], max_tokens: int = 64, temperature: float = 0.7, seed: int | None = None
+        self,
+        prompts: list[str],
+        max_tokens: int = 64,
+        temperature: float = 0.7,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
     ) -> list[str]:
         """Queue prompts, and return their requests' ids. Raises ValueError for what can never be served: then none is."""
         if not prompts or len(prompts) > MOST_PROMPTS:
             raise ValueError(f"send from 1 to {MOST_PROMPTS} prompts, not {len(prompts)}")
         if not 1 <= max_tokens <= MOST_TOKENS:
             raise ValueError(f"max_tokens must be from 1 to {MOST_TOKENS}, not {max_tokens}")
-        return await self._submit(prompts, SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed))
+        chosen = {"temperature": temperature, "seed": seed} if sampling is None else params_of(sampling)
+        return await self._submit(prompts, SamplingParams(max_tokens=max_tokens, **chosen))
 
     async def _submit(self, prompts: list[str], params: SamplingParams) -> list[str]:
         engine = self._running()

@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from folovllm.apps.inspector.playground import Playground
-from folovllm.apps.inspector.scenes import scenes
+from folovllm.apps.inspector.scenes import Sampling, scenes
 from folovllm.apps.inspector.web import FILES, PAGE, SAFE, file_response, page_response
 from folovllm.electives.server import http
 from folovllm.electives.server.errors import ApiError, as_api_error
@@ -42,6 +42,7 @@ class AskRequest(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int = 64
     temperature: float = 0.7
     seed: int | None = None
+    sampling: Sampling | None = None  # of a page that shows how each token is chosen
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,6 +55,7 @@ class SceneRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A scene that the engine is to play."""
 
     scene: str
+    sampling: Sampling | None = None
 
 
 class PaceRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -118,15 +120,13 @@ def playground_app(playground: Playground, host: str) -> Starlette:
 
     async def prompts(request: Request) -> Response:
         asked = await _json(request, AskRequest)
-        return http.json_response(
-            {"requests": await playground.ask(asked.prompts, asked.max_tokens, asked.temperature, asked.seed)}
-        )
+        return http.json_response({"requests": await playground.ask(**msgspec.structs.asdict(asked))})
 
     async def scene(request: Request) -> Response:
         asked = await _json(request, SceneRequest)
         if asked.scene not in scenes():
             raise ValueError(f"there is no scene {asked.scene!r}: known are {', '.join(scenes())}")
-        await playground.play(scenes()[asked.scene])
+        await playground.play(scenes()[asked.scene], asked.sampling)
         return http.json_response(playground.described())
 
     async def abort(request: Request) -> Response:

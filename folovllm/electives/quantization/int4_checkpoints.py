@@ -51,6 +51,9 @@ class Int4Checkpoint(Int4):
         part = cut(StoredView(tensor, (packed, 1), int(self.outputs_last)))
         return part.t() if self.outputs_last else part
 
+    def shard_filled(self, kind: str, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return cut(StoredView(tensor, (1, 1)))
+
 
 @dataclass(frozen=True)
 class PackedInt4(Int4Checkpoint):

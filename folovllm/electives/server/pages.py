@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from folovllm.apps.inspector.live import Subscribers
+from folovllm.apps.inspector.page import STATIC
 from folovllm.apps.inspector.web import SAFE, file_response, page_response
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.sse import EventStream
@@ -26,7 +27,7 @@ def chat_page(has_inspector: bool) -> Response:
 
     With an inspector each answer can be watched.
     """
-    text = PAGE.read_text("utf-8")
+    text = PAGE.read_text("utf-8").replace("/* house.css */\n", (STATIC / "house.css").read_text("utf-8"))
     if has_inspector:
         text = text.replace("<body>", '<body data-inspector="inspector">')
     style, script = (_hash_of(text, tag) for tag in ("style", "script"))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 FOLDER = Path(__file__).parent
+VOCABULARY = 4096  # tokens of the embedded models
 
 
 class Words(msgspec.Struct, frozen=True):
@@ -17,6 +18,16 @@ class Words(msgspec.Struct, frozen=True):
     title: str
     watch: str  # what to look for
     question: str  # where the recording stops; the answer is what comes next
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are chosen: what the sliders of the scene *choose* set."""
+
+    temperature: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
 
 
 class SceneRequest(msgspec.Struct, frozen=True):
@@ -44,6 +55,7 @@ class Scene(msgspec.Struct, frozen=True):
         settings: of the playground's controls; others are at their defaults.
         requests: in the order in which they come.
         lanes: recordings that are shown side by side; one recording if there are none.
+        sampling: where the tokens are chosen before the reader's eyes, how; else the engine is greedy.
     """
 
     name: str
@@ -55,6 +67,7 @@ class Scene(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     requests: tuple[SceneRequest, ...]
     lanes: tuple[Lane, ...] = ()
+    sampling: Sampling | None = None
 
     @property
     def files(self) -> list[Path]:
@@ -69,8 +82,13 @@ class Scene(msgspec.Struct, frozen=True):
 
     def described(self) -> dict[str, Any]:
         """What the page, and the header of a recording, say of it."""
-        words = {"words": self.words, "zh": self.zh}
+        words = {"words": self.words, "zh": self.zh} | ({"sampling": self.sampling} if self.sampling else {})
         return {"name": self.name, "chapter": self.chapter, "start": self.start, "stop": self.stop} | words
+
+
+def params_of(sampling: Sampling | None) -> dict[str, Any]:
+    """The fields of `SamplingParams` for a scene's requests: with `sampling` the engine also says what it thought of every token."""
+    return {"temperature": 0} if sampling is None else msgspec.structs.asdict(sampling) | {"logprobs": VOCABULARY}
 
 
 @cache

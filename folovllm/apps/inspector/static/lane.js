@@ -1,5 +1,6 @@
 // One recording and its views. A race has two of them, side by side; of more than two each has a strip.
 import { count, duration, el, plural, template, widthOf } from "./dom.js";
+import { ChoiceView } from "./choice.js";
 import { CurvesView } from "./curves.js";
 import { ExpertsView } from "./experts.js";
 import { ghostsAt } from "./ghosts.js";
@@ -33,13 +34,16 @@ export class Lane {
       return views.append(this.strip.element);
     }
     const hasStates = recording.engine.state_tokens > 0 || Boolean(recording.engine.kv_offload);
-    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 262) - 84 * hasStates) : 340);
+    const isStacked = race && innerWidth < 560; // one above the other
+    const room = isStacked ? innerHeight / 2 - 130 : Math.max(120, innerHeight - (race ? 270 : 262) - 84 * hasStates);
+    this.memory = new MemoryView(pick, embed ? Math.max(60, room) : isStacked ? 160 : 340);
     this.requests = new RequestsView(pick);
     this.experts = new ExpertsView();
     this.states = new StatesView();
     this.timeline = new TimelineView(go, pick, embed ? 9 : race ? 12 : 16);
     this.curves = new CurvesView(go);
-    this.views = [this.memory, this.requests, this.states, this.experts, this.timeline, this.curves];
+    this.choice = new ChoiceView(recording, onDraw);
+    this.views = [this.choice, this.memory, this.requests, this.states, this.experts, this.timeline, this.curves];
     views.append(...this.views.map(({ element }) => element));
     this.states.element.hidden = !hasStates;
   }
@@ -68,6 +72,7 @@ export class Lane {
     this.#tell(isPlaying);
     if (this.strip) return this.strip.draw(this.frame, time, whole, this.most);
     this.experts.element.hidden = !recording.hasExperts;
+    this.choice.element.hidden = !recording.scores.length;
     for (const view of this.views) if (widthOf(view.element)) view.draw(this.frame);
   }
 

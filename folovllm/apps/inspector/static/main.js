@@ -6,7 +6,7 @@ import { fetchWithKey, KeyNeeded, LineReader, readRecording, readStream } from "
 import { readTheme } from "./palette.js";
 import { JUMPS, Player } from "./player.js";
 import { Playground } from "./playground.js";
-import { noteOf, ScenesBar } from "./scenes.js";
+import { noteOf, panelOf, ScenesBar } from "./scenes.js";
 import { t, translate, wordsOf } from "./words.js";
 
 const MOST_LANES = 6;
@@ -34,6 +34,7 @@ function drawNow() {
   const { clock, playing } = app.player;
   if (app.find && (app.lanes[0].selected = app.lanes[0].recording.findPrompt(app.find)) !== null) app.find = null;
   const moments = clock.moments();
+  page.classList.toggle("has-choice", app.lanes[0].recording.scores.length > 0);
   app.lanes.forEach((lane, i) => lane.draw(moments[i], app.theme, playing, clock.time, clock.duration));
   app.player.draw(app.lanes[0].frame);
   if (location.protocol === "about:") return; // a frame without an address
@@ -59,7 +60,7 @@ function show(recordings, { live = false } = {}) {
   app.lanes = recordings.map((recording) => new Lane(recording, goTo, draw, { embed: app.embed, others }));
   const title = race && scene?.words.title ? wordsOf(scene).title : race ? recordings.map(titleOf).join(t(" beside ")) : titleOf(recordings[0]);
   document.title = t("{title} – FoloVLLM inspector", { title });
-  page.className = `${others > 1 ? "strips" : race ? "race" : "single"}${app.embed ? " embed" : ""}${recordings[0].hasExperts ? " has-experts" : ""} tab-memory`;
+  page.className = `${others > 1 ? "strips" : race ? "race" : "single"}${app.embed ? " embed" : ""}${recordings[0].hasExperts ? " has-experts" : ""} tab-${panelOf(scene, innerWidth < 560)}`;
   const note = scene?.words.watch && !app.embed && !app.scenes ? noteOf(scene, source?.book) : null;
   const above = [app.scenes?.element ?? note, app.playground?.element].filter(Boolean);
   const lanes = el("main", { class: "lanes" }, app.lanes.map((lane) => lane.element));
@@ -97,6 +98,7 @@ function header(title, facts) {
   open.onclick = () => file.click();
   [keys.onclick, theme.onclick] = [() => keyTable.showModal(), toggleTheme];
   for (const tab of tabs) {
+    tab.setAttribute("aria-pressed", String(page.className.includes(tab.className.replace("for", "tab"))));
     tab.onclick = () => {
       page.className = page.className.replace(/tab-\w+/, tab.className.replace("for", "tab"));
       tabs.forEach((other) => other.setAttribute("aria-pressed", String(other === tab)));
@@ -234,7 +236,7 @@ async function copyLink() {
 function onKey(event) {
   const { key, target } = event;
   const { player } = app;
-  if (!player || event.ctrlKey || event.metaKey || event.altKey || target.closest("textarea, select, dialog, input:not([type=range])")) return;
+  if (!player || event.ctrlKey || event.metaKey || event.altKey || target.closest("textarea, select, dialog, input:not(.range)")) return;
   const jump = JUMPS.find((other) => other.key === key.toLowerCase());
   const step = { ArrowLeft: -1, ArrowRight: 1 }[key];
   if (step) player.go(player.clock.tick + step * (event.shiftKey ? 10 : 1));

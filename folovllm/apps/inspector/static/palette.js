@@ -62,9 +62,14 @@ function tileOf(n) {
 
 /** The colours of the page as it is shown, light or dark: canvases cannot read CSS variables by themselves. */
 export function readTheme() {
-  const style = getComputedStyle(document.documentElement);
-  const read = (name) => style.getPropertyValue(`--${name}`).trim();
-  return Object.fromEntries(
+  const probe = document.body.appendChild(document.createElement("i"));
+  const read = (name) => {
+    probe.style.color = `var(--${name})`;
+    return getComputedStyle(probe).color;
+  };
+  const theme = Object.fromEntries(
     ["ink", "muted", "faint", "line", "card", "accent", "prefill", "decode", "alarm", "cached", "hit"].map((name) => [name, read(name)]),
   );
+  probe.remove();
+  return theme;
 }

@@ -1,4 +1,5 @@
 // An engine of the page's own: prompts to be typed in, and sliders for what it is built with.
+import { settings } from "./choice.js";
 import { el, setText, template } from "./dom.js";
 import { fetchWithKey } from "./lines.js";
 import { t } from "./words.js";
@@ -39,7 +40,7 @@ export class Playground {
 
   /** Let the engine play a scene. Returns whether it does. */
   play(scene) {
-    return this.#post("scene", { scene: scene.name });
+    return this.#post("scene", { scene: scene.name, sampling: scene.sampling && settings });
   }
 
   /** Whether `act` did what it should; what it raises is shown. */
@@ -72,6 +73,7 @@ export class Playground {
     const body = { prompts: prompts.value.split("\n").filter((line) => line.trim()) };
     Object.assign(body, { max_tokens: Number(max_tokens.value), temperature: Number(temperature.value) });
     if (seed.value !== "") body.seed = Number(seed.value);
+    if (document.querySelector(".has-choice")) body.sampling = settings; // the sliders stand in the place of these two
     if (await this.#post("prompts", body)) this.onUse();
   }
 

@@ -45,6 +45,7 @@ export class Recording {
     this.how = null; // it ended
     this.hasDrafts = this.hasExperts = false;
     this.experts = []; // by moment: how often each expert of each layer was asked so far
+    this.scores = []; // {at, info, position, logprobs}: what the model said of every token before it took the one at that position
     this.reach = 0; // the last block that was ever in use
     this.first = 0; // the first moment that is still known
     this.size = 0; // characters of the lines that are known
@@ -88,6 +89,7 @@ export class Recording {
       this.moments[this.first] = this.experts[this.first] = null;
       delete this.#keyframes[this.first / this.#every];
     }
+    this.scores = this.scores.filter(({ at }) => at >= this.first);
     this.ended = this.ended.filter((info) => info.end >= this.first || !this.infos.delete(info.seqId));
   }
 
@@ -188,6 +190,7 @@ export class Recording {
       if (event[0] === "StepBegan") this.#stepBegan(event, at, row);
       else if (event[0] === "StepEnded") this.#stepEnded(event, at, row);
       else if (event[0] === "ExpertsAsked") [row.experts, this.hasExperts] = [event[1], true];
+      else if (event[0] === "Scored") this.#scored(event, at);
       else if (event[0] === "RequestAdded") this.#info(event.slice(1), at);
       else if (event[0] === "Refused") this.#refused(event, at, row);
       else if (event[0] === "DraftsVerified") this.#verified(event, at);
@@ -233,6 +236,11 @@ export class Recording {
     this.start = Math.min(this.start, time);
     this.infos.set(seqId, info);
     return info;
+  }
+
+  #scored([, seqId, logprobs], at) {
+    const info = this.infos.get(seqId);
+    if (info) this.scores.push({ at, info, position: info.prompt.length + info.drawn.length, logprobs });
   }
 
   #refused([, seqId, budget], at, row) {

@@ -2,6 +2,15 @@
 import { el, setText, template } from "./dom.js";
 import { t, wordsOf } from "./words.js";
 
+const GROUPS = { Start: ["choose", "memory"], Memory: ["prefix", "blocks", "slots"], Speed: ["chunks", "milestones"], Electives: [] }; // and the rest
+const PANELS = { chunks: "steps", drafts: "requests", chain: "requests" };
+
+/** The panel that a scene is about: "memory", "requests" or "steps". A wide page shows the requests beside the cache. */
+export function panelOf(scene, isNarrow) {
+  const panel = PANELS[scene?.name] ?? "memory";
+  return panel === "requests" && !isNarrow ? "memory" : panel;
+}
+
 /** The address of a scene's chapter, or null: `book` is a pattern with {} for its name. */
 function chapterOf(scene, book) {
   return scene.chapter && book ? book.replace("{}", scene.chapter) : null;
@@ -31,7 +40,11 @@ export class ScenesBar {
     this.run.onclick = () => onRun(this.scene);
     this.buttons = scenes.map((scene) => el("button", { type: "button", title: wordsOf(scene).watch, onclick: () => onShow(scene) }, wordsOf(scene).title));
     this.scenes = scenes;
-    this.choices.append(...this.buttons);
+    const groupOf = ({ name }) => Object.keys(GROUPS).find((group) => GROUPS[group].includes(name)) ?? "Electives";
+    for (const group of Object.keys(GROUPS)) {
+      const buttons = this.buttons.filter((_, i) => groupOf(scenes[i]) === group);
+      this.choices.append(el("span", { class: "kind", role: "group", "aria-label": t(group) }, el("b", {}, t(group)), ...buttons));
+    }
     this.choose(scenes[0]);
   }
 
