@@ -136,8 +136,11 @@ class TestStep:
 
     def test_a_closed_gate_writes_nothing(self) -> None:
         state, query, key, value, g, _ = some(1)
-        _, after = delta_rule_step(state[None], query, key, value, g, torch.zeros(1, 3))
-        torch.testing.assert_close(after[0], state * g[0].exp()[:, None, None], msg="beta is 0: the state only fades")
+        for strength in 1.0, 50.0, 200.0:
+            _, after = delta_rule_step(state[None], query, key, value, strength * g, torch.zeros(1, 3))
+            says = f"beta is 0, g {strength * g}: the state only fades, by exp(g) however little that leaves"
+            expected = state * (strength * g[0]).exp()[:, None, None]
+            torch.testing.assert_close(after[0], expected, rtol=1e-5, atol=0, msg=says)
 
 
 class TestChunk:
