@@ -340,14 +340,19 @@ WRONG: dict[str, dict[str, Any]] = {
     "kv_offload must be a number of bytes": {"kv_offload": "much"},
     "kv_offload_dir needs memory on the way": {"kv_offload_dir": "somewhere"},
     "more than this machine's memory": {"kv_offload": "900TiB"},
+    r"must be a number of bytes, .* not '9999": {"kv_offload": "9" * 400},
+    "kv_offload holds no block": {"kv_offload": "1B"},
+    "kv_offload_dir_size holds no block": {**OFFLOAD, "kv_offload_dir": "DIR", "kv_offload_dir_size": "1B"},
+    r"nothing can be written to '\\x00": {**OFFLOAD, "kv_offload_dir": "\0"},
     "takes what the prefix cache evicts": {"kv_offload": "1M", "enable_prefix_caching": False},
 }
 
 
 @pytest.mark.parametrize("sentence", WRONG)
-def test_a_bad_option_is_refused_in_a_sentence(sentence: str) -> None:
+def test_a_bad_option_is_refused_in_a_sentence(sentence: str, tmp_path: Path) -> None:
+    fields = {name: str(tmp_path) if value == "DIR" else value for name, value in WRONG[sentence].items()}
     with pytest.raises(ValueError, match=sentence):
-        make_engine(milestone="m6", **ROOMY, **WRONG[sentence])
+        make_engine(milestone="m6", **ROOMY, **fields)
 
 
 def test_models_with_states_and_windows_are_refused() -> None:
