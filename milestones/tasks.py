@@ -1,7 +1,7 @@
 """What the course consists of: exercises, wrong answers, builders, and the milestones that have them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from milestones.language import read_text
@@ -35,6 +35,9 @@ class Exercise:
     needs: tuple[str, ...]
     tests: tuple[str, ...]
     was: tuple[str, ...] = ()  # ids of exercises that are now part of it: a learner's stubs and commands may say them
+    clauses: Mapping[str, str] = field(
+        default_factory=dict, hash=False
+    )  # words of the statement: the test that holds one to them
 
     @property
     def milestone(self) -> str:

@@ -56,21 +56,26 @@ DRAFTS, DRAFT_VOCABULARY = 3, 32_000
 ENGINES = ("folovllm", "vllm")
 # A plugin of vLLM. As published, vLLM stops at a Qwen3-Next without experts ("No Qwen3Next layer found in the model.layers"), and takes an EAGLE-3 head
 # of made-up weights for one without an output head of its own.
+# It changes a class when a process loads it, for who imports a model's module too early may start CUDA in the wrong process.
 PLUGIN = """
+def set_no_experts(self):
+    self.moe_layers, self.num_moe_layers = [], 0
+
+
 def register():
-    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
-    from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
 
-    usual = QwenNextMixtureOfExperts.set_moe_parameters
+    usual = _LazyRegisteredModel.load_model_cls
 
-    def set_moe_parameters(self):
-        if self.config.num_experts:
-            usual(self)
-        else:
-            self.moe_layers, self.num_moe_layers = [], 0
+    def load_model_cls(self):
+        found = usual(self)
+        if found.__name__ == "Eagle3LlamaForCausalLM":
+            found.has_own_lm_head = True
+        if found.__name__ in WITHOUT_EXPERTS:
+            found.set_moe_parameters = set_no_experts
+        return found
 
-    QwenNextMixtureOfExperts.set_moe_parameters = set_moe_parameters
-    Eagle3LlamaForCausalLM.has_own_lm_head = True
+    _LazyRegisteredModel.load_model_cls = load_model_cls
 """
 COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_384}
 
@@ -78,7 +83,9 @@ COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_
 def start(engine: str, model: Path, args: argparse.Namespace) -> tuple[Any, type]:
     """The engine, and its class of sampling parameters."""
     if engine == "vllm":
-        install_plugin(model.parent)
+        config = json.loads((model / "config.json").read_text())
+        if args.speculate == "eagle3" or not config.get("num_experts", 1):
+            install_plugin(model.parent, config.get("num_experts", 1) > 0)
         from vllm import LLM, SamplingParams
 
         own: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
@@ -127,11 +134,12 @@ def speculation(engine: str, method: str, model: Path) -> dict[str, Any]:
     return config | {"adaptive": False}
 
 
-def install_plugin(folder: Path) -> None:
+def install_plugin(folder: Path, has_experts: bool) -> None:
     """Install PLUGIN in `folder`, for this process and those that it starts."""
+    names = [] if has_experts else ["Qwen3NextForCausalLM", "Qwen3NextMTP"]
     info = folder / "beside_vllm_plugin-1.dist-info"
     info.mkdir()
-    (folder / "beside_vllm_plugin.py").write_text(PLUGIN, encoding="utf-8")
+    (folder / "beside_vllm_plugin.py").write_text(f"WITHOUT_EXPERTS = {names}\n{PLUGIN}", encoding="utf-8")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: beside-vllm-plugin\nVersion: 1\n", encoding="utf-8")
     entry = "[vllm.general_plugins]\nbeside_vllm = beside_vllm_plugin:register\n"
     (info / "entry_points.txt").write_text(entry, encoding="utf-8")
@@ -191,6 +199,8 @@ def best_of(engine: str, *options: str) -> dict[str, float]:
                 print(f"{engine:9} {line.strip()}", flush=True)
                 told = json.loads(line)
                 best |= {told["work"]: min(told["seconds"])} if "work" in told else {}
+            else:  # vLLM says there why it ends
+                print(line, end="", file=sys.stderr, flush=True)
     if child.returncode:
         print(f"{engine:9} ended with code {child.returncode}", flush=True)
     return best

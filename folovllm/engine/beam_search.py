@@ -25,7 +25,7 @@ class BeamSearchParams:
         beam_width: beams that are kept in each step, and answers in the end; at most half of the engine's `max_logprobs`.
         max_tokens: of an answer.
         ignore_eos: go on past the end of the text.
-        length_penalty: beams are compared by their log-probability over their length (prompt included) to this power.
+        length_penalty: beams are compared by their log-probability over their length (prompt included) to this power, from -50 to 50.
     """
 
     beam_width: int
@@ -37,6 +37,11 @@ class BeamSearchParams:
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             require(type(value) is int and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}")
+        power: Any = self.length_penalty
+        ends = self.ignore_eos
+        is_power = isinstance(power, (int, float)) and not isinstance(power, bool) and -50 <= power <= 50
+        require(is_power, f"length_penalty must be a number from -50 to 50, not {power!r}")
+        require(isinstance(ends, bool), f"ignore_eos must be True or False, not {ends!r}")
 
 
 @dataclass(slots=True)
@@ -47,6 +52,7 @@ class BeamSearchSequence:
     cum_logprob: float = 0.0
     finish_reason: str | None = None
     text: str | None = None
+    cache_salt: str | None = None  # the prompt's
 
 
 @dataclass(slots=True)
@@ -66,7 +72,7 @@ def search_beams(
     require(params.beam_width <= most, f"{wide}: ask for fewer, or raise max_logprobs to {2 * params.beam_width}")
     ends = frozenset() if params.ignore_eos else eos_token_ids(setup.path, setup.hf_config, tokenizer)
     items = [prompts] if is_one_prompt(prompts) else cast("Sequence[Prompt]", prompts)
-    searches = [BeamSearch(_token_ids(tokenizer, prompt)) for prompt in items]
+    searches = [BeamSearch(*_ids_and_salt(tokenizer, prompt)) for prompt in items]
     for _ in range(params.max_tokens):
         if not (beams := [beam for search in searches for beam in search.open]):
             break
@@ -76,15 +82,17 @@ def search_beams(
     return [BeamSearchOutput([_with_text(beam, tokenizer) for beam in search.best(params)]) for search in searches]
 
 
-def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+def _ids_and_salt(tokenizer: Any, prompt: Prompt) -> tuple[list[int], str | None]:
     parts = parse_prompt(prompt)
-    return encode(tokenizer, parts.text or "") if parts.token_ids is None else parts.token_ids
+    ids = encode(tokenizer, parts.text or "") if parts.token_ids is None else parts.token_ids
+    return ids, parts.cache_salt
 
 
 def _next_tokens(generate: Generate, beams: list[BeamSearchSequence], count: int) -> list[dict[int, float]]:
     """For each beam its `count` most likely next tokens with their log-probabilities."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=count, detokenize=False)
-    outputs = generate([TokensPrompt(prompt_token_ids=beam.tokens) for beam in beams], params)
+    prompts = [TokensPrompt(prompt_token_ids=beam.tokens, cache_salt=beam.cache_salt) for beam in beams]
+    outputs = generate(prompts, params)
     rows = [(output.outputs[0].logprobs or [])[0] for output in outputs]
     return [{token: entry.logprob for token, entry in row.items()} for row in rows]
 
@@ -92,8 +100,8 @@ def _next_tokens(generate: Generate, beams: list[BeamSearchSequence], count: int
 class BeamSearch:
     """The beams of one prompt. An ended beam is set aside, so that as many open ones go on as the search is wide (as in vLLM)."""
 
-    def __init__(self, prompt: list[int]) -> None:
-        self.open = [BeamSearchSequence(prompt)]
+    def __init__(self, prompt: list[int], cache_salt: str | None) -> None:
+        self.open = [BeamSearchSequence(prompt, cache_salt=cache_salt)]
         self._ended: list[BeamSearchSequence] = []
 
     def advance(
@@ -111,7 +119,7 @@ class BeamSearch:
                 tokens = [*beam.tokens, token]
                 reason = "stop" if token in ends else "length" if len(tokens) >= max_model_len else None
                 kind = longer if reason is None else self._ended
-                kind.append(BeamSearchSequence(tokens, beam.cum_logprob + logprob, reason))
+                kind.append(BeamSearchSequence(tokens, beam.cum_logprob + logprob, reason, None, beam.cache_salt))
         self.open, self._ended = _best(longer, params), _best(self._ended, params)
 
     def best(self, params: BeamSearchParams) -> list[BeamSearchSequence]:

@@ -29,6 +29,9 @@ from folovllm.kernels.carveout import divide_memory
 
 MOST_THREADS = 16
 _turn = threading.Lock()  # launches and the hook are Triton's for all threads
+# Triton (until 3.6) imports the launcher of every signature as one module, `__triton_launcher`. Two threads that import at once
+# can get each other's.
+_loading = threading.Lock()
 
 
 @contextmanager
@@ -74,7 +77,8 @@ def compiled_in(pool: ThreadPoolExecutor) -> Iterator[list[Future[None]]]:
     def run(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         nonlocal warm_up
         if threading.get_ident() != thread:
-            return launch(kernel, *args, warmup=warmup, **kwargs)
+            with _loading:  # its first launch loads, too
+                return launch(kernel, *args, warmup=warmup, **kwargs)
         warm_up = partial(launch, kernel, *args, warmup=True, **kwargs)
         return warm_up()
 
@@ -98,8 +102,9 @@ def compile_and_load(warm_up: Callable[[], Any], name: Future[str]) -> None:
     """Compile a kernel, or find it in Triton's cache, and do the other work of a first launch."""
     name.result()
     kernel = warm_up()
-    _ = kernel.run  # loads it
-    divide_memory(kernel)
+    with _loading:
+        _ = kernel.run  # loads it
+        divide_memory(kernel)
 
 
 class Zeros(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,10 +71,10 @@ def resolve_model(name: str) -> Path:
     """
     if not name:
         raise ValueError('a model has no name: give a folder, a hub id, or an embedded one, say "stories-5m"')
-    if (ASSETS / name / "config.json").is_file():
+    if os.path.isfile(ASSETS / name / "config.json"):  # `Path.is_file` raises for a name that is too long
         return ASSETS / name
-    path = Path(name).expanduser()
-    if not path.is_dir() or name in DOWNLOADS:
+    path = Path(os.path.expanduser(name))
+    if not os.path.isdir(path) or name in DOWNLOADS:
         from folovllm.models.sources import fetch
 
         return fetch(name)

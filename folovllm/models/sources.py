@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,11 +14,11 @@ BY_NAME = ("stories-5m", "stories-moe", "stories-hybrid", *DOWNLOADS)  # the hub
 
 def fetch(name: str) -> Path:
     """Download or convert a model, and return its folder. Raises ValueError if it is nowhere."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     found: Path
     if name in DOWNLOADS:
         found = require(DOWNLOADS[name], f"the model {name}")(name)
-    elif path.suffix in FILE_FORMATS and path.is_file():
+    elif path.suffix in FILE_FORMATS and os.path.isfile(path):
         found = require(FILE_FORMATS[path.suffix], f"the model {path}")(path)
     else:
         found = from_hub(name)
@@ -33,7 +34,7 @@ def from_hub(name: str) -> Path:
         patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except HFValidationError as error:
-        raise ValueError(f"no model folder at {name!r}, and it is not a hub id such as Qwen/Qwen3-0.6B") from error
+        raise ValueError(f"no model folder at {name!r:.300}, and it is not a hub id such as Qwen/Qwen3-0.6B") from error
     except Exception as error:  # offline, unknown, gated: the hub's own sentence says which
         near = "".join(f" (did you mean {other!r}?)" for other in get_close_matches(name, BY_NAME, 1, 0.7))
         message = textwrap.shorten(str(error), 300, placeholder=" ...")

@@ -67,12 +67,11 @@ class HFModelRunner:
                 f"{name!r} has shape {list(stored)}, the model expects {list(wanted)}: {setup.path} is damaged"
             )
         for name, parameter in model.named_parameters():
-            module = model.get_submodule(name.rpartition(".")[0])
-            if (
-                parameter.dtype.itemsize == 1
-                and type(module) is torch.nn.Linear
-                and not hasattr(module, "weight_scale")
-            ):
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            is_byte = parameter.dtype.itemsize == 1 and "scale" not in leaf
+            has_scale = hasattr(module, f"{leaf}_scale") or hasattr(module, f"{leaf}_scale_inv")
+            if is_byte and (parameter.is_floating_point() or type(module) is torch.nn.Linear) and not has_scale:
                 raise ValueError(f"the checkpoint in {setup.path} lacks the scale of {name!r}, which is stored in FP8")
             if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 require_finite(name, parameter.data)

@@ -349,6 +349,18 @@ class TestBeamSearch:
         assert [beam.tokens[10:12] for beam in output.sequences] == expected
         assert all((beam.tokens[-1] == 2) == (beam.finish_reason == "stop") for beam in output.sequences)
 
+    @pytest.mark.parametrize("wrong", [{"length_penalty": math.nan}, {"length_penalty": 1e308}, {"ignore_eos": "no"}])
+    def test_what_is_no_parameter(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            BeamSearchParams(beam_width=2, max_tokens=3, **wrong)
+
+    def test_beams_keep_their_prompts_salt(self) -> None:
+        prompt: Any = {"prompt_token_ids": [5] * 40, "cache_salt": "mine"}
+        with LLM(PATH, **FIELDS) as llm:
+            llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=2))
+            (other,) = llm.generate([prompt["prompt_token_ids"]], SamplingParams(max_tokens=1), use_tqdm=False)
+            assert not other.num_cached_tokens, "another tenant's prompt was found"
+
     def test_a_full_context_ends_a_beam(self) -> None:
         with LLM(PATH, **FIELDS, max_model_len=8) as llm:
             (output,) = llm.beam_search(["Hello"], BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))

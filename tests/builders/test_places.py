@@ -102,6 +102,7 @@ def test_two_at_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_ranks_have_the_same_component(folder: Path) -> None:
     """Two processes over gloo, each of which asks its graph cache for captured steps and says so in a file."""
     log = folder / "ranks"

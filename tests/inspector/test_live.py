@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -74,8 +75,11 @@ def looking(server: Background, **options: Any) -> closing[Looker]:
 @pytest.fixture(scope="module", params=BOTH)
 def server(request: pytest.FixtureRequest) -> Iterator[Background]:
     """Each test leaves it idle, and nobody looks any more."""
-    with Background(ServerConfig(inspector=True, inspector_host=["gpu-box"]), request.param, **TIGHT) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "process":
+            patch.setattr(sys, "executable", request.getfixturevalue("forked_commands"))
+        with Background(ServerConfig(inspector=True, inspector_host=["gpu-box"]), request.param, **TIGHT) as server:
+            yield server
 
 
 def ask(server: Background, prompt: list[int], status: int = 200) -> None:
@@ -160,7 +164,9 @@ class TestWhoMayLook:
 
 
 @pytest.mark.parametrize("transport", BOTH)
-def test_an_engine_that_ends_says_how(transport: str) -> None:
+def test_an_engine_that_ends_says_how(transport: str, request: pytest.FixtureRequest) -> None:
+    if transport == "process":
+        request.getfixturevalue("warm")
     place: Any = Kept() if transport == "thread" else "process"
     with Background(ServerConfig(inspector=True), place, **TIGHT) as server, looking(server) as looker:
         looker.read_until(lambda line: line.startswith('["Turn"'))

@@ -132,6 +132,10 @@ class TestChoice:
             assert page.locator(".winner").inner_text().startswith("“␣boy” wins with 100.0%: the likeliest token")
             assert page.locator(".tokens tr").count() == 11 and page.locator(".tokens .cut").count() == 9
             assert page.evaluate(TICK) == 1
+            page.locator("[name=seed]").fill("12.5")
+            page.keyboard.press("Enter")
+            page.get_by_role("button", name="Next seed").click()
+            assert page.locator("[name=seed]").input_value() == "13"
             page.get_by_role("button", name="As recorded").click()
             page.evaluate(DRAWN)
             assert page.locator(".tokens .wins code").inner_text() == "␣girl"

@@ -75,11 +75,31 @@ class TestNaiveAttention:
         mask = torch.ones(tq, tk).tril(tk - tq).bool()
         out = naive_attention(query, key, value, 0.25, mask)
         assert out.shape == query.shape, "a result for every head of every query"
-        torch.testing.assert_close(out, torch_attention(query, key, value, 0.25, mask), rtol=1e-5, atol=1e-5)
+        says = f"{tq} queries, {tk} keys, {heads} query heads, {kv_heads} KV heads: head i reads KV head i // {heads // kv_heads}"
+        torch.testing.assert_close(out, torch_attention(query, key, value, 0.25, mask), rtol=1e-5, atol=1e-5, msg=says)
 
     def test_without_a_mask_everything_is_seen(self) -> None:
         query, key, value = random_qkv(2, 6, 4, 2, 8)
-        torch.testing.assert_close(naive_attention(query, key, value, 0.3), torch_attention(query, key, value, 0.3))
+        expected = torch_attention(query, key, value, 0.3)
+        torch.testing.assert_close(
+            naive_attention(query, key, value, 0.3), expected, msg="no mask: every query sees all 6"
+        )
+
+    def test_the_result_has_the_dtype_of_the_values(self) -> None:
+        query, key, value = random_qkv(2, 5, 4, 2, 8)
+        out = naive_attention(query, key, value.bfloat16(), 0.3)
+        assert out.dtype == torch.bfloat16, (
+            f"float32 queries and keys, bfloat16 values: the result is bfloat16, not {out.dtype}"
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_many_small_weights(self, dtype: torch.dtype) -> None:
+        """4,096 equal scores: a sum of so many ones in 16 bits ends at 256 or 2,048."""
+        query, key, value = (torch.full((n, 1, 4), x, dtype=dtype) for n, x in ((1, 0.0), (4096, 1.0), (4096, 1.0)))
+        found = naive_attention(query, key, value, 1.0)[0, 0, 0].item()
+        assert abs(found - 1) < 0.02, (
+            f"4,096 values of 1, all with the same weight, give 1, not {found}: softmax is in float32"
+        )
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision(self, dtype: torch.dtype) -> None:
@@ -87,7 +107,8 @@ class TestNaiveAttention:
         out = naive_attention(query, key, value, 32**-0.5)
         assert out.dtype == dtype, "the result has the dtype of the values"
         exact = torch_attention(query.double(), key.double(), value.double(), 32**-0.5)
-        torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.01)
+        says = f"200 keys in {dtype}: further off the exact attention than two roundings are"
+        torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.01, msg=says)
 
 
 def empty_cache(blocks: int, block_size: int, kv_heads: int = 2, head_dim: int = 4) -> torch.Tensor:

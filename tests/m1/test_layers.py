@@ -114,7 +114,8 @@ class TestRotary:
         tol = 3e-4 if rope in YARNS.values() else 1e-4
         expected, given = hf_rotated(config, positions, query, key), query.clone()
         for ours, theirs in zip(rotary(positions, query, key), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=tol)
+            says = f"heads of {head_dim}: pair (i, i + {head_dim // 2}) turns by the angle of its position, as in transformers"
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=tol, msg=says)
         assert torch.equal(query, given), "what was given is left as it was"
 
     def test_bfloat16_is_rotated_in_float32(self) -> None:

@@ -113,7 +113,7 @@ class TestFilters:
             (apply_top_p_filtering, [0.75, 0.5, 1.0], [[1, 2, 3], [0], [0, 1, 2, 3]], "each row has a top_p of its own"),
             (apply_top_p_filtering, [1e-9, 1e-9, 0.5], [[1], [0], [0, 1]], "the most likely stays; of equals the lower ids"),
             (apply_min_p_filtering, [0.4, 0.2, 0.99], [[1, 2, 3], [0, 2], [0, 1, 2, 3]], "each row has a min_p of its own"),
-            (apply_min_p_filtering, [0.0, 1.0, 1.0], [[0, 1, 2, 3], [0], [0, 1, 2, 3]], "0 drops nothing, 1 all but the first"),
+            (apply_min_p_filtering, [0.0, 1.0, 1.0], [[0, 1, 2, 3], [0], [0, 1, 2, 3]], "0 drops nothing, 1 all that is less likely than the first"),
         ],
         ids=["top-k off", "top-p", "top-p, ties", "min-p", "min-p, ends"],
     )  # fmt: skip
@@ -181,6 +181,14 @@ class TestDraw:
         logits = torch.tensor([[0.0, 5.0, 5.0], [9.0, 1.0, 2.0]])
         drawn = Sampler().sample_filtered(logits, rows(2, temperature=0.0)).tolist()
         assert drawn == [1, 0], "the largest; the first of the two 5s"
+
+    @pytest.mark.parametrize("temperatures", [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    def test_ids_are_int64(self, temperatures: list[float]) -> None:
+        batch = rows(2, max(temperatures))
+        batch.temperature = torch.tensor(temperatures)
+        drawn = Sampler().sample_filtered(torch.zeros(2, 5), batch)
+        said = f"temperatures {temperatures}: [S] int64, not {list(drawn.shape)} {drawn.dtype}"
+        assert drawn.shape == (2,) and drawn.dtype == torch.int64, said
 
     def test_greedy_makes_no_noise(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def never(*args: object) -> torch.Tensor:

@@ -75,6 +75,7 @@ class TestCheckStopConditions:
             ([1, 7], {}, None, None, "only the newest token counts, not those before it nor the prompt's"),
             ([7, 1], {"ignore_eos": True}, None, None, "ignore_eos: the model's end-of-text ids are tokens like others"),
             ([7, 8], {"stop_token_ids": [4, 8]}, STOPPED, 8, "a token of stop_token_ids ends the answer and is its stop_reason"),
+            ([7, 0], {"stop_token_ids": [0]}, STOPPED, 0, "token 0 is a token like others, and a stop_reason"),
             ([1], {"stop_token_ids": [1], "ignore_eos": True}, STOPPED, 1, "ignore_eos does not speak of what the request names"),
             ([7, 7], {"max_tokens": 3}, None, None, "2 of 3 tokens: go on"),
             ([7, 7, 7], {"max_tokens": 3}, LENGTH, None, "3 of 3 tokens: the length ends it"),

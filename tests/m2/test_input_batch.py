@@ -79,7 +79,7 @@ class TestFlatten:
     def test_indices_are_64_bit(self) -> None:
         """As an index torch takes int64; and a slot times the context may pass 2**31."""
         arrays = flatten([item(3, 0, 3, slot=0), item(2, 0, 2, slot=1)])
-        names = ("input_ids", "positions", "slot_mapping", "logits_indices")
+        names = ("input_ids", "positions", "slot_mapping", "query_start_loc", "logits_indices")
         types = {name: str(getattr(arrays, name).dtype) for name in names}
         assert types == dict.fromkeys(names, "int64"), "token ids are int32 in the share, and int64 here"
 

@@ -320,6 +320,11 @@ class TestPostprocess:
             "the detokenizer gets each token before the question whether it ends the answer, and none behind the end"
         )
 
+    def test_token_0_is_a_token(self) -> None:
+        scheduler = make_scheduler()
+        outputs = scheduler.postprocess([(run(scheduler, "a", 4, 3), [0, 71])])
+        assert said(outputs) == [("a", [0, 71], None)], "tokens 0 and 71 were drawn, and both join the answer"
+
     def test_the_last_token_that_an_answer_may_have_is_in_the_middle_of_a_list(self) -> None:
         scheduler = make_scheduler()
         seq = run(scheduler, "a", 4, 3, max_tokens=2)

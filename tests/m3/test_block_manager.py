@@ -13,9 +13,9 @@ from tests.sequences import make_seq
 from tests.tiny import worked_case
 
 
-def holding(kv: BlockManager, *block_ids: int, computed: int = 0) -> Sequence:
+def holding(kv: BlockManager, *block_ids: int, computed: int = 0, tokens: int = 1) -> Sequence:
     """A running sequence whose table names these blocks; they leave the free list, or gain one more holder."""
-    seq = make_seq(max(computed, 1))
+    seq = make_seq(max(computed, tokens))
     seq.start()
     seq.num_computed_tokens = computed
     for block_id in block_ids:
@@ -48,6 +48,10 @@ class TestSlots:
         assert isinstance(slots, np.ndarray) and slots.dtype == np.int64, (
             "an array of int64: torch takes it as an index"
         )
+
+    def test_places_beyond_32_bits(self) -> None:
+        slots = BlockManager.slots([2**28], 16, 3, 5)
+        assert slots.tolist() == [2**32 + 3, 2**32 + 4], f"block 2^28 of 16 places begins at 2^32: not {slots.tolist()}"
 
     @given(st.permutations(range(9)), st.integers(1, 7), st.data())
     def test_every_token_has_a_place_of_its_own(self, table: list[int], block_size: int, data: st.DataObject) -> None:
@@ -94,6 +98,12 @@ class TestAllocate:
                 f"6 tokens and {new} more: the first two go to places that block 2 has left"
             )
 
+    def test_tokens_of_later_steps_take_no_block(self) -> None:
+        """A prompt that is computed in chunks."""
+        kv, seq = BlockManager(8, 4), make_seq(20)
+        kv.allocate(seq, 6)
+        assert seq.block_table == [0, 1], f"6 of 20 tokens come now: two blocks, not {seq.block_table}"
+
 
 class TestMayAppend:
     """m3.3"""
@@ -114,6 +124,15 @@ class TestMayAppend:
         answers = [[2], [2, 0], [2, 0], [3, 1, 4]]
         says = "as many blocks as the tokens need and no more: 4 tokens fill one, 5 need two, 10 need three"
         worked_case("m3.3", got, dict(zip(got, answers, strict=True)), says)
+
+    def test_tokens_of_later_steps_take_no_block(self) -> None:
+        """A prompt that is computed in chunks."""
+        kv = BlockManager(8, 4)
+        seq = holding(kv, 2, computed=2, tokens=20)
+        kv.may_append(seq, 4)
+        assert seq.block_table == [2, 0], (
+            f"2 of 20 tokens are computed and 4 more come: two blocks, not {seq.block_table}"
+        )
 
     def grow(self, kv: BlockManager, seq: Sequence, tokens: int = 1) -> None:
         kv.may_append(seq, tokens)

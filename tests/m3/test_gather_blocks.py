@@ -82,7 +82,8 @@ class TestGatherBlocks:
         kv_cache, *_ = stored([0, 1], 4, 7, 2)
         before = kv_cache.clone()
         gather_blocks(kv_cache, torch.tensor([0, 1]), 7)
-        torch.testing.assert_close(kv_cache, before, rtol=0, atol=0, equal_nan=True)
+        says = "who gathers reads: the cache has been written to"
+        torch.testing.assert_close(kv_cache, before, rtol=0, atol=0, equal_nan=True, msg=says)
 
     def test_blocks_are_copied_once(self) -> None:
         """K and V of three blocks of 4 tokens with 2 heads of 4 numbers, and not twice as many."""

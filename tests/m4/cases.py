@@ -60,13 +60,15 @@ def starts(lens: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lens], device=DEVICE).cumsum(0).to(torch.int32)
 
 
-def assert_close(actual: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-    """Within the tolerance of the dtype, no element NaN or infinite."""
+def assert_close(
+    actual: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype | None = None, says: str = ""
+) -> None:
+    """Within the tolerance of the dtype, no element NaN or infinite. `says` names the input, or what is compared."""
     assert actual.shape == reference.shape, f"the shape is {[*actual.shape]}, and {[*reference.shape]} was to come"
     off = (actual.double() - reference.double()).abs().nan_to_num(torch.inf)
     error = off.norm() / reference.double().norm().clamp(min=1e-30)
     worst = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape)) if off.numel() else ()
     assert error <= TOLERANCE[dtype or actual.dtype], (
-        f"worst at {[*worst]} of {[*off.shape]}: {actual[worst]:.6g} came out, and {reference[worst]:.6g} is right; "
+        f"{says and says + ': '}worst at {[*worst]} of {[*off.shape]}: {actual[worst]:.6g} came out, and {reference[worst]:.6g} is right; "
         f"{int((off > off.max() / 100).sum())} of {off.numel()} numbers are off, the relative error is {error:.2e}"
     )

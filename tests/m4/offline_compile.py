@@ -49,7 +49,7 @@ from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.electives.rollouts.kernels.attention import attention_tile, invariant_attention
 from folovllm.electives.rollouts.kernels.linear import invariant_linear
 from folovllm.electives.spec_decode.heads import KeptStates
-from folovllm.electives.spec_decode.kernels.pairs import pair_up
+from folovllm.electives.spec_decode.kernels.pairs import pair_up, start_chain
 from folovllm.electives.spec_decode.kernels.verify_attention import SplitKVVerify
 from folovllm.kernels import multiprocessors, pdl, variants
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
@@ -353,11 +353,13 @@ def launch_x3(d: int, b: int) -> None:
 
 
 def launch_pairs() -> None:
-    """What a draft head gets of a step."""
+    """What a draft head gets of a step, and what a chain begins with."""
     kept = KeptStates(8, 5, 4096, torch.bfloat16, torch.device("cpu"))
     batch = SimpleNamespace(positions=new(64, dtype=torch.int64), slot_mapping=new(64, dtype=torch.int64), query_start_loc=int32(9),
                             seq_lens=int32(8), rows=int32(8), block_tables=int32(8, 64), num_seqs=8)  # fmt: skip
     pair_up(new(64, 4096), batch, kept, 16)
+    batch.positions = new(8, dtype=torch.int64)
+    start_chain(batch, 3, kept, 16, 99, 1)
 
 
 def launch_x4(d: int, b: int) -> None:

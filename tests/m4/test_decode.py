@@ -92,9 +92,10 @@ def test_one_chunk(block_size, first, last):
         assert not row_sum.any() and not acc.any(), "an empty chunk leaves the state as it starts"
         return
     scores = q.double() @ key.T * 0.25
-    assert_close(row_max / LOG2_E, scores.amax(-1))
-    assert_close(row_sum, (scores - scores.amax(-1, keepdim=True)).exp().sum(-1))
-    assert_close(acc / row_sum[:, None], scores.softmax(-1) @ value)
+    says = f"keys {first} to {last}, blocks of {block_size}"
+    assert_close(row_max / LOG2_E, scores.amax(-1), says=f"row_max of {says}")
+    assert_close(row_sum, (scores - scores.amax(-1, keepdim=True)).exp().sum(-1), says=f"row_sum of {says}")
+    assert_close(acc / row_sum[:, None], scores.softmax(-1) @ value, says=f"acc / row_sum of {says}")
 
 
 @triton.jit
@@ -255,5 +256,5 @@ def test_the_whole_decode(lens, options):
         kernel.plan(paged.seq_lens, len(lens))
         kernel(query, paged.kv_cache, paged.block_tables, len(lens), dim**-0.5, out)
         assert not kernel.queue.any() and not kernel.done.any()
-    assert_close(out, paged.attention(query, [1] * len(lens)))
+    assert_close(out, paged.attention(query, [1] * len(lens)), says=f"sequences of {lens} tokens")
     assert not out[paged.seq_lens == 0].any()

@@ -31,7 +31,7 @@ MOST = {
     },
     "x3": {
         "verify_kernel": (255, 0), "merge_verify_kernel": (96, 0), "list_verify_tiles_kernel": (48, 0), "plan_verify_kernel": (40, 0),
-        "pair_up_kernel": (40, 0), "keep_kernel": (40, 0),
+        "pair_up_kernel": (40, 0), "keep_kernel": (40, 0), "chain_start_kernel": (48, 0),
     },
     "x4": {
         "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "late_combine_kernel": (40, 0),

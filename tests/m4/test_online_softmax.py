@@ -84,9 +84,9 @@ def test_tiles_equal_one_softmax(tiles, spread):
     seen[0, :, 0] = True
     row_max, row_sum, acc = run(q, keys, values, seen)
     expected, scores = reference(q, keys, values, seen)
-    assert_close(acc / row_sum[:, None], expected)
-    assert_close(row_max / LOG2_E, scores.amax(-1))
-    assert_close(row_sum, (scores - scores.amax(-1, keepdim=True)).exp().sum(-1))
+    assert_close(acc / row_sum[:, None], expected, says="acc / row_sum")
+    assert_close(row_max / LOG2_E, scores.amax(-1), says="row_max")
+    assert_close(row_sum, (scores - scores.amax(-1, keepdim=True)).exp().sum(-1), says="row_sum")
 
 
 def test_rows_that_see_nothing_keep_no_weight():
@@ -143,7 +143,7 @@ def test_weights_are_rounded_for_their_product_only():
     _, row_sum, acc = run(q, keys, values, seen)
     scores = reference(q, keys, values, seen)[1]
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    assert_close(row_sum, weights.sum(-1))
+    assert_close(row_sum, weights.sum(-1), says="row_sum adds the weights in float32, rounded by nobody")
     expected = weights.half().double() @ values[0].double()
     assert (acc - expected).norm() / expected.norm() < 5e-5, (
         "only the weights that go into the product with float16 values are rounded to float16"

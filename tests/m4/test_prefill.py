@@ -18,7 +18,8 @@ def check(lens, query_lens, block_size, heads=(2, 1), dim=16, dtype=torch.float3
     out = torch.full_like(query, float("nan"))
     prefill(query, paged.kv_cache, starts(query_lens), paged.seq_lens, paged.block_tables,
             bound or max(query_lens), dim**-0.5, out, config=config)  # fmt: skip
-    assert_close(out, paged.attention(query, query_lens))
+    says = f"the last {query_lens} of {lens} tokens are new, blocks of {block_size}"
+    assert_close(out, paged.attention(query, query_lens), says=says)
 
 
 def test_a_worked_case():

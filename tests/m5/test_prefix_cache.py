@@ -233,6 +233,17 @@ class TestPublish:
             "block 1 after its own and the block before it"
         )
 
+    def test_a_twin_keeps_its_own_blocks(self) -> None:
+        """Attention of this very step writes to them."""
+        cache, ones, twos = PrefixCache(B), make_blocks(7, 8), make_blocks(17, 18)
+        cache.cache_blocks(sequence(self.tokens[:8]), ones)
+        twin, own = sequence(self.tokens[:8]), [*twos]
+        twin.block_table.extend([17, 18])
+        cache.cache_blocks(twin, twos)
+        table = [block.block_id for block in twos], twin.block_table
+        assert table == ([17, 18], [17, 18]), f"a running sequence is never moved: blocks 17 and 18 became {table}"
+        assert all(a is b and b.hash is None for a, b in zip(own, twos, strict=True)), "17 and 18 stay nameless"
+
     def test_goes_on_where_it_left_off(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), make_blocks(7, 8, 9)
         cache.cache_blocks(seq, blocks[:1])

@@ -10,8 +10,10 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import ClassVar
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -41,10 +43,16 @@ def wrong_kernel(out_ptr):
 
 
 class Launcher:
-    """Notes a launch."""
+    """Notes a launch, and how many are made at once."""
+
+    being_made: ClassVar[set[object]] = set()
+    most: ClassVar[int] = 0
 
     def __init__(self, *_):
-        pass
+        self.being_made.add(self)
+        Launcher.most = max(self.most, len(self.being_made))
+        time.sleep(0.3)  # another thread's turn
+        self.being_made.remove(self)
 
     def __call__(self, *_):
         launched.append(threading.current_thread().name)
@@ -96,6 +104,7 @@ def here() -> dict[str, object]:
     found["written"] = sum(int(out.count_nonzero()) for out in results)
     found["launched in the dry run"] = list(launched)
     found["loaded"], found["compiled in the dry run"] = len(loaded), len(compiled)
+    found["launchers made at once"] = Launcher.most
     launched.clear()
     compiled.clear()
     for n in (1, 2, 3, 16):

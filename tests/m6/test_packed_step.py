@@ -101,6 +101,11 @@ class TestPackDecode:
         says = "a column for each of two sequences, and one of padding; lengths are those after the step"
         worked_case("m6.3", got, expected, says)
 
+    def test_block_0_is_a_block(self) -> None:
+        step = self.packed(ScheduledSequence(1, 4, 4, 5, np.array([7], np.int32), (0,), 1, 1, None), width=2)
+        got = step.fields[Field.NEW_BLOCK].tolist()
+        assert got == [0, NOTHING], f"the first token of block 0, then padding: NEW_BLOCK is [0, {NOTHING}], not {got}"
+
     def test_padding_is_no_decode_and_the_matrix_is_all_that_travels(self) -> None:
         first = ScheduledSequence(1, 4, 2, 3, np.array([7], np.int32), (), 1, 1, None)
         second = ScheduledSequence(2, 2, 4, 5, np.array([1], np.int32), (5,), 1, 1, None)

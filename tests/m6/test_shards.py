@@ -77,7 +77,8 @@ class TestColumnAndRow:
         for rank in range(size):
             own_gate, own_up = shard_column(gate, rank, size), shard_column(up, rank, size)
             total += (F.silu(x @ own_gate.T) * (x @ own_up.T)) @ shard_row(down, rank, size).T
-        torch.testing.assert_close(total, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T)
+        says = "gate and up cut by outputs, down by inputs: the ranks' sums are those of the whole MLP"
+        torch.testing.assert_close(total, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, msg=says)
 
 
 class TestQkv:

@@ -215,6 +215,7 @@ class TestSweep:
             Sweep(too_long, [Point(rate=1.0)]).run_at(server.url, None, None)
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("warm")
     def test_the_command_starts_its_own(self, tmp_path: Path) -> None:
         file, workload = tmp_path / "found.json", tmp_path / "small.jsonl"
         workload.write_text('{"prompt_len": 5, "output_len": 4}\n' * 2)

@@ -82,6 +82,13 @@ class TestSearchScale:
         scale = search_scale(w, gram, magnitude, coarse)
         assert magnitude.tolist() == [8.0, 1.0, 0.0], "`magnitude` has been changed: raise a copy"
         assert scale.isfinite().all() and (scale > 0).all(), "something is divided by each scale"
+        assert scale.shape == (3,) and scale.dtype == torch.float32, (
+            f"[inputs] float32, not {scale.shape} {scale.dtype}"
+        )
+        powers = [torch.tensor([8.0, 1.0, 1e-4]) ** (step / 20) for step in range(20)]
+        assert any(torch.allclose(scale, s / (s.min() * s.max()).sqrt(), rtol=1e-3) for s in powers), (
+            f"the input that never occurs counts as 1e-4: no power of 8, 1 and 1e-4 is {scale.tolist()}, times any number"
+        )
         plain, scaled = (output_error(coarse(w * s) / s - w, gram).sum() for s in (torch.ones(3), scale))
         assert scaled < 0.5 * plain, "one dead input has kept all others from being scaled"
 

@@ -235,6 +235,7 @@ def test_all_milestones_answer_alike_from_8_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_an_engine_of_two_processes(tmp_path: Path) -> None:
     """Codes for weights and for K/V. A rank holds a part of the vocabulary: its scales do not come from that alone."""
     model, _ = write_quantized(tiny_checkpoint(), tmp_path, *KINDS["fp8 tensor"])

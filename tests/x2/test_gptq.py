@@ -58,6 +58,7 @@ class TestRoundColumns:
         assert codes.tolist() == [[13]] and errors.tolist() == [[-0.0390625]], (
             "an error is a float32, and so is the product"
         )
+        assert errors.dtype == torch.float32, f"errors are float32, not {errors.dtype}, whatever the scale is"
 
 
 class TestGptq:

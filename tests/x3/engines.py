@@ -33,9 +33,21 @@ class Anything(Proposer):
         return [number % VOCAB_SIZE for number in numbers[: numbers[0] % (k + 2)]]
 
 
+class EachKind(Proposer):
+    """Right for six tokens of a text, wrong for six, and for six sometimes right: each follows each, beside the others in a batch."""
+
+    def __init__(self, texts: dict[tuple[int, ...], Sequence[int]]) -> None:
+        self._oracles = [Oracle(texts, chance, VOCAB_SIZE) for chance in CHANCES.values()]
+
+    def propose(self, state: RowState, k: int) -> Sequence[int]:
+        return self._oracles[len(state.token_ids) // 6 % 3].propose(state, k)
+
+
 def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Proposer:
-    """One that drafts the answers right, wrong, or each token with a chance of 0.7; or "random", which drafts anything."""
+    """One that drafts the answers right, wrong, or each token with a chance of 0.7; or "each" in turns, or "random": anything."""
     texts = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+    if kind == "each":
+        return EachKind(texts)
     return Anything() if kind == "random" else Oracle(texts, CHANCES[kind], VOCAB_SIZE)
 
 

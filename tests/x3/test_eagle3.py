@@ -166,7 +166,8 @@ def test_all_that_a_sample_depends_on_is_kept(preset: str, adaptive: bool, metho
     engine = make_engine(**pair.fields, **eagle(letters_head(), adaptive=adaptive, method=method))
     pair.check(serve(engine, pair.requests))
     made = speculation_of(engine)
-    assert made.num_draft_tokens > 20 and made.num_accepted > 2
+    assert made.num_draft_tokens > 0
+    assert adaptive or (made.num_draft_tokens > 20 and made.num_accepted > 2), "times decide how many, where it adapts"
 
 
 CROWDED: dict[str, dict[str, Any]] = {
@@ -209,6 +210,32 @@ def few_head() -> Path:
     return only(write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint()), FEW)
 
 
+@cache
+def whole_head() -> Path:
+    """A head that knows all ids: what it drafts shows any number that is wrong."""
+    return write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint())
+
+
+def test_a_chain_writes_to_no_block_of_another_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on behind the last block that its sequence has."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    load = [Request(one, params) for one in prompts([12] * 3, seed=8)]
+    drafted = Drafted().watch(monkeypatch)
+    outputs = serve(make_engine(milestone="m6", block_size=4, **eagle(whole_head())), load)
+    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
+    assert check_drafts(drafted, whole_head(), tiny_checkpoint(), [0, 1, 2], texts) > 120
+
+
+@pytest.mark.parametrize("top_k", [0, 250], ids=["plain", "filtered"])
+def test_drafts_are_sampled_by_the_noise_of_their_positions(top_k: int) -> None:
+    """Where it is hot the noise alone decides, so nearly all are right."""
+    params = SamplingParams(temperature=100, top_k=top_k, seed=4, max_tokens=24, ignore_eos=True)
+    engine = make_engine(milestone="m6", **eagle(whole_head()))
+    serve(engine, [Request(one, params) for one in prompts([12, 5], seed=8)])
+    made = speculation_of(engine)
+    assert made.num_accepted > 0.7 * made.num_draft_tokens > 20
+
+
 def test_a_prefix_hit_brings_no_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of a hit is computed again; the head's K/V of the others are found, and drafts are the same."""
     (first,) = prompts([22], seed=2)
@@ -249,6 +276,7 @@ def test_a_folder_of_speculators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_two_ranks() -> None:
     """Each has the whole head, beside its part of the model."""
     pair = demanding_pair("m6")

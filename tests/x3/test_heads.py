@@ -39,6 +39,7 @@ class TestInputs:
     def test_a_first_token_has_position_minus_one(self) -> None:
         positions, _ = head_inputs(torch.tensor([0, 1]), torch.tensor([A, B]), torch.tensor([0, 0]), torch.tensor([X]))
         assert positions.tolist() == [-1, 0], "nothing is before a text's first token: its pair has position -1"
+        assert positions.dtype == torch.int64, f"positions are int64, as they came, not {positions.dtype}"
 
     @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=6))
     def test_any_step_as_a_loop(self, seqs: list[tuple[int, int]]) -> None:
@@ -70,6 +71,14 @@ class TestChain:
         positions, slots = chain_places(torch.tensor([2, 5]), tables, 4, 2)
         assert positions.tolist() == [[1, 4], [2, 5]], "a row for each draft, and in it a column for each sequence"
         assert slots.tolist() == [[21, 4], [22, 5]], "sequence 1 has its tokens 4 and 5 in block 1, by its own table"
+        dtypes = positions.dtype, slots.dtype
+        assert dtypes == (torch.int64, torch.int64), f"positions and slots are int64, though tables are int32: {dtypes}"
+
+    def test_a_slot_beyond_int32(self) -> None:
+        _, slots = chain_places(torch.tensor([1]), torch.tensor([[2**28]], dtype=torch.int32), 16, 1)
+        assert slots.tolist() == [[2**32]], (
+            f"block 2 ** 28 of 16 tokens begins at slot 2 ** 32, which is no int32: {slots}"
+        )
 
     def test_padding_is_skipped_and_the_table_ends(self) -> None:
         tables = torch.tensor([[0, 0], [4, 9]], dtype=torch.int32)
@@ -78,6 +87,11 @@ class TestChain:
         assert positions[0].tolist() == [0, 6], "padding has position 0: RoPE knows none below it"
         assert positions[:, 1].tolist() == [6, 7, 7], "no position lies behind the table"
         assert slots[:, 1].tolist() == [38, 39, 39], "the slots of positions 6, 7 and 7"
+
+    def test_slots_beyond_32_bits(self) -> None:
+        positions, slots = chain_places(torch.tensor([4]), torch.tensor([[2**28]], dtype=torch.int32), 16, 2)
+        assert (positions.dtype, slots.dtype) == (torch.int64, torch.int64), "positions and slots are int64"
+        assert slots.tolist() == [[2**32 + 3], [2**32 + 4]], "block 2^28 of 16 tokens begins at slot 2^32"
 
     @given(st.integers(1, 14), st.integers(1, 4), st.integers(1, 5))
     def test_any_chain_as_a_loop(self, newest: int, block_size: int, k: int) -> None:
@@ -135,6 +149,18 @@ class TestKept:
         assert self.before(kept, 0, 10) == 91, (
             "the rejected token's state was replaced by that of the token in its place"
         )
+
+    def test_several_sequences_in_one_step(self) -> None:
+        """Row 2 has a prompt of six tokens, row 0 a decode at 4, and a padding token has the row behind the last."""
+        kept = self.kept()
+        rows, positions = torch.tensor([2] * 6 + [0, 3]), torch.tensor([*range(6), 4, 0])
+        kept.keep(rows, positions, torch.tensor([6] * 6 + [5, 1]), column([*range(10, 16), 40, 99]))
+        hidden, found = kept.before(torch.tensor([0, 1, 2, 2, 2, 0]), torch.tensor([5, 1, 6, 3, 2, 0]))
+        assert found.dtype == torch.bool and found.shape == (6,), f"whether it is there: [S] bool, not {found.dtype}"
+        assert found.tolist() == [True, False, True, True, False, False], f"rows 0, 1, 2, 2, 2, 0: {found.tolist()}"
+        states = hidden[found, 0].tolist()
+        assert states == [40, 15, 12], f"of tokens 4 of row 0, 5 and 2 of row 2: {states}"
+        assert kept.positions[3].eq(-1).all(), "what the padding row holds belongs to no position"
 
     def test_nothing_before_a_text_or_of_another_sequence(self) -> None:
         kept = self.kept()

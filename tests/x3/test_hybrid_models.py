@@ -48,6 +48,7 @@ def check_twice(pair: Pair, drafts: str, k: int = 3, **more: Any) -> None:
     assert made.num_draft_tokens > 5
     assert drafts != "right" or made.num_accepted == made.num_draft_tokens
     assert drafts != "wrong" or made.num_accepted == 0
+    assert drafts != "each" or 0 < made.num_accepted < made.num_draft_tokens
 
 
 @pytest.mark.parametrize(
@@ -61,10 +62,10 @@ def test_the_text_is_that_without_drafts(engine: str, drafts: str, kind: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_random_geometries(seed: int) -> None:
-    for engine in ENGINES:
-        pair = pair_of(engine, seed, ("greedy", "seeded")[seed % 2])
-        for drafts in ("right", "wrong", "often"):
-            check_twice(pair, drafts, k=1 + seed % 7)
+    """Drafts are right, wrong and sometimes right in turns, side by side; all presets give the text of one without drafts."""
+    pair = pair_of("m2", seed, ("greedy", "seeded")[seed % 2])
+    for fields in ENGINES.values():
+        check_twice(replace(pair, fields={"model": pair.fields["model"], **fields}), "each", k=1 + seed % 7)
 
 
 def test_all_that_a_sample_depends_on() -> None:
@@ -138,6 +139,7 @@ def test_the_embedded_model(method: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_two_ranks() -> None:
     check_twice(
         pair_of("m6", 7, "seeded", model=str(hybrid_checkpoint("qwen3_5_moe_text"))), "often", tensor_parallel_size=2

@@ -135,6 +135,7 @@ def test_a_prefix_hit_brings_no_hidden_state(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_two_ranks() -> None:
     """Each has the whole head, with all experts, beside its part of the model."""
     load = [Request(one, GREEDY) for one in prompts([9, 5, 14], seed=8)]

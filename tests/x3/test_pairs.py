@@ -1,4 +1,4 @@
-"""`pair_up`, the kernel, against the same in torch: any step, with padding, and with rows that keep nothing."""
+"""`pair_up` and `start_chain`, the kernels, against the same in torch: any step, with padding, and with rows that keep nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from folovllm.electives.spec_decode.head_runner import pairs
+from folovllm.electives.spec_decode.head_runner import chain_start, pairs
 from folovllm.electives.spec_decode.heads import KeptStates
 from folovllm.step.forward_batch import ForwardBatch
 
@@ -58,3 +58,29 @@ def test_as_in_torch() -> None:
         for name in ("positions", "hidden"):
             one, other = (getattr(kept, name)[:ROWS] for kept in made)
             assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_what_a_chain_begins_with_as_in_torch(block_size: int) -> None:
+    """Tables that end, rows without spare blocks for all of the chain, and columns of padding."""
+    from folovllm.electives.spec_decode.kernels.pairs import start_chain
+
+    device, rng = "cuda" if torch.cuda.is_available() else "cpu", random.Random(0)
+    kept = KeptStates(ROWS, DEPTH, HIDDEN, torch.float32, torch.device(device))
+    kept.hidden.normal_()
+    for k in (1, 2, 3, 5):
+        count = rng.randint(1, ROWS)
+        newest = torch.tensor([rng.choice((1, 2, 4, 7, 8, 19)) for _ in range(count)])
+        is_real = torch.tensor([rng.random() < 0.8 for _ in range(count)])
+        lens, rows = torch.where(is_real, newest + 1, 0).int(), torch.tensor(rng.sample(range(ROWS), count)).int()
+        tables = torch.randint(60, (count, 20 // block_size), dtype=torch.int32)
+        given = [tensor.to(device) for tensor in (newest, newest, newest, newest, lens, tables, newest)]
+        given[1] = torch.where(is_real.to(device), given[1], 0)
+        batch = ForwardBatch(*given, count, count, 1, 20, [1] * count, [], rows=rows.to(device))
+        spare = 64, -(-k // block_size)
+        wanted, got = (start(batch, k, kept, block_size, *spare) for start in (chain_start, start_chain))
+        names = "tables", "positions", "slots", "lengths", "hidden states"
+        for name, one, other in zip(names, wanted, got, strict=True):
+            kept_by = slice(None) if name in ("slots", "lengths") else is_real.to(device)
+            one, other = (t[kept_by] if name in ("tables", "hidden states") else t[:, kept_by] for t in (one, other))
+            assert torch.equal(one, other), f"{name}, k {k}"

@@ -74,6 +74,7 @@ def test_sequences_that_give_way(preset: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_ranks_are_sent_tokens() -> None:
     load = workload("seeded", count=4)
     engine = drafting(max_num_seqs=4, tensor_parallel_size=2)

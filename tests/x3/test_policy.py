@@ -52,6 +52,28 @@ def test_a_rest_takes_a_hundred_times_as_long_as_what_was_lost(seconds: float, r
     assert [probe(policy, seconds) for _ in range(3)] == [rest] * 3
 
 
+def test_a_head_that_is_never_right_is_asked_less_and_less_and_comes_back() -> None:
+    """Its step costs twice as much: 1% is lost at first, and an eighth of that later."""
+    policy = AdaptiveLength(StepCost(Curve((1.0, 64.0), (1.0, 1.0)), 1.0), 3, TRUSTED)
+
+    def step(accepted: int) -> bool:
+        """Draft, if the policy wants that; return whether it does."""
+        if length := policy.lengths([0])[0]:
+            policy.observe_asked(1, length, length, 0.0)
+            policy.observe(0, length, min(accepted, length))
+        return length > 0
+
+    def rest_behind(accepted: int) -> int:
+        while step(accepted):
+            pass
+        return policy.rest
+
+    assert rest_behind(0) > 200, "what the first drafts lost, which were trusted"
+    assert [rest_behind(0) for _ in range(5)] == [200, 400, 800, 800, 800]
+    assert rest_behind(3) == 8, "what was won pays for the next probe"
+    assert [step(3) for _ in range(16)][8:] == [True] * 8
+
+
 def test_what_drafts_have_won_may_be_lost_again() -> None:
     policy = policy_of()
     assert policy.lengths([0]) == [0]

@@ -1,5 +1,7 @@
 """The suffix automaton against plain searches, and what is drafted with it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,6 +89,16 @@ class Watched(list[int]):
         return super().__getitem__(index)
 
 
+class Counted(list[int]):
+    """A list that counts how often it is asked."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
 class TestFollow:
     """x3.5: where a text stands in another one."""
 
@@ -120,6 +132,18 @@ class TestFollow:
         found = other.follow(place, 5).length
         assert found != 3, "the place was a run of one token, 3: with 5 it has two; its state has been split since"
         assert found == 2, "3 5 is there"
+
+    def test_a_token_costs_the_same_however_long_the_run_is(self) -> None:
+        """The other text is 300 ones and a 2: behind 300 ones each further 1 drops a token, and 9 drops all at once."""
+        other = automaton_of([1] * 300 + [2])
+        other._link = counted = Counted(other._link)
+        place = NOWHERE
+        for n, token in enumerate([1] * 600 + [9] * 100 + [2] * 100, 1):
+            place = other.follow(place, token)
+            assert counted.reads <= 6 * n + 6 * 300, (
+                f"{counted.reads} links were read for {n} tokens, of runs of at most 300"
+            )
+        assert place.length == 1, "2 2 is not in the other text, 2 is"
 
     @given(Texts, Texts, Texts)
     def test_equals_a_search_although_the_other_text_grows(

@@ -15,7 +15,7 @@ from tests.workloads import serve
 from tests.x3.engines import Anything, make_engine, make_proposer, speculation_of, speculative
 from tests.x3.test_lossless import demanding_pair
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 
 class Rooted(Proposer):

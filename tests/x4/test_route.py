@@ -32,6 +32,18 @@ def test_of_equal_ones_the_lowest() -> None:
     )
 
 
+def test_one_expert_a_token() -> None:
+    logits = torch.tensor([[1.0, 3.0, 6.0], [5.0, 5.0, 0.0], [0.0, -torch.inf, -torch.inf]])
+    for normalise in (False, True):
+        weights, experts = route(logits, 1, normalise)
+        says = f"k = 1, normalise {normalise}"
+        assert experts.tolist() == [[2], [0], [0]], (
+            f"{says}: experts 2, 0 (of two equal ones) and 0, not {experts.tolist()}"
+        )
+        expected = torch.ones(3, 1) if normalise else logits.softmax(-1).amax(-1, keepdim=True)
+        torch.testing.assert_close(weights, expected, msg=f"{says}: {weights.tolist()}, not {expected.tolist()}")
+
+
 def test_in_half_precision_softmax_is_float32() -> None:
     logits = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights, experts = route(logits, 8, normalise=True)

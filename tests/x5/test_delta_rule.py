@@ -89,6 +89,42 @@ class TestStep:
                 )
                 assert all(map(torch.equal, given, copies)), f"{says} an argument was written over"
 
+    def test_keys_of_any_length_and_sums_that_grow(self) -> None:
+        """Keys twice as long as a unit: with beta 1 each token overshoots by three times, and the formula says by how much."""
+        state, query, key, value, g, _ = some(12)
+        tokens = query, 2 * key, value, torch.zeros_like(g), torch.ones_like(g)
+        expected, after = by_steps(state, *tokens)
+        for i in range(12):
+            out, new = delta_rule_step(state[None], *(x[i : i + 1] for x in tokens))
+            says = f"token {i} of keys of length 2: not what the formula gives, which holds for keys of any length"
+            torch.testing.assert_close(out[0], expected[i], rtol=1e-3, atol=1e-3, msg=says)
+            state = new[0]
+        torch.testing.assert_close(state, after, rtol=1e-3, atol=1e-3, msg="outputs are right, and the state is not")
+
+    @pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 3, 3), (2, 1, 4), (2, 4, 1)], ids=str)
+    def test_sizes_that_are_equal_or_one(self, sizes: tuple[int, int, int]) -> None:
+        """As many sequences as heads; with equal Dk and Dv a state that is turned over has the right shape."""
+        heads, dk, dv = sizes
+        parts = [some(1, heads, dk, dv, seed=s) for s in range(heads)]
+        out, after = delta_rule_step(
+            torch.stack([p[0] for p in parts]), *(torch.cat(x) for x in zip(*(p[1:] for p in parts), strict=True))
+        )
+        for s in range(heads):
+            expected, state = by_steps(*parts[s])
+            says = f"of sequence {s} of {heads}, {heads} heads, Dk = {dk}, Dv = {dv}, is not that of the formula"
+            torch.testing.assert_close(out[s : s + 1], expected, msg=f"the output {says}")
+            torch.testing.assert_close(after[s], state, msg=f"the state {says}")
+
+    def test_large_numbers(self) -> None:
+        """Nothing is cut: a state and values 4,096 times as large give outputs and a state that are so, too."""
+        state, query, key, value, *gates = some(1)
+        out, after = delta_rule_step(4096 * state[None], query, key, 4096 * value, *gates)
+        for name, got, small in zip(
+            ("outputs", "state"), (out, after[0]), by_steps(state, query, key, value, *gates), strict=True
+        ):
+            says = f"state and values are 4,096 times as large, {name} are not"
+            torch.testing.assert_close(got / 4096, small, rtol=1e-4, atol=1e-4, msg=says)
+
     def test_a_key_finds_its_value(self) -> None:
         """With beta 1 and no decay a key's answer is its value, whatever was there, and a key at right angles keeps its own."""
         state, _, _, value, _, _ = some(1)
@@ -100,8 +136,11 @@ class TestStep:
 
     def test_a_closed_gate_writes_nothing(self) -> None:
         state, query, key, value, g, _ = some(1)
-        _, after = delta_rule_step(state[None], query, key, value, g, torch.zeros(1, 3))
-        torch.testing.assert_close(after[0], state * g[0].exp()[:, None, None], msg="beta is 0: the state only fades")
+        for strength in 1.0, 50.0, 200.0:
+            _, after = delta_rule_step(state[None], query, key, value, strength * g, torch.zeros(1, 3))
+            says = f"beta is 0, g {strength * g}: the state only fades, by exp(g) however little that leaves"
+            expected = state * (strength * g[0]).exp()[:, None, None]
+            torch.testing.assert_close(after[0], expected, rtol=1e-5, atol=0, msg=says)
 
 
 class TestChunk:
@@ -126,15 +165,65 @@ class TestChunk:
         says = f"all {n} outputs are right, and the state after them is not that of {n} single steps"
         torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-4, msg=says)
 
+    @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 3, 3, 3), (5, 2, 1, 4), (5, 2, 4, 1)], ids=str)
+    def test_sizes_that_are_equal_or_one(self, sizes: tuple[int, int, int, int]) -> None:
+        """As many tokens as heads and numbers: what is turned over has the right shape."""
+        given = some(*sizes)
+        for name, got, expected in zip(("outputs", "state"), delta_rule_chunk(*given), by_steps(*given), strict=True):
+            says = f"{name} of n, H, Dk, Dv = {sizes} are not those of single steps"
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, msg=says)
+
+    def test_large_numbers(self) -> None:
+        """Nothing is cut: a state and values 4,096 times as large give outputs and a state that are so, too."""
+        state, query, key, value, *gates = some(7)
+        for name, got, small in zip(
+            ("outputs", "state"),
+            delta_rule_chunk(4096 * state, query, key, 4096 * value, *gates),
+            by_steps(state, query, key, value, *gates),
+            strict=True,
+        ):
+            says = f"state and values are 4,096 times as large, {name} are not"
+            torch.testing.assert_close(got / 4096, small, rtol=1e-4, atol=1e-4, msg=says)
+
+    def test_keys_of_any_length(self) -> None:
+        state, query, key, value, g, beta = some(9)
+        given = state, query, 1.5 * key, value, g, beta
+        says = "keys of length 1.5: the formulas hold for keys of any length"
+        for got, expected in zip(delta_rule_chunk(*given), by_steps(*given), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3, msg=says)
+
+    def test_a_chunk_begins_where_the_one_before_it_ended(self) -> None:
+        state, *tokens = some(10)
+        expected, after = by_steps(state, *tokens)
+        for part in slice(0, 3), slice(3, 4), slice(4, 10):
+            out, state = delta_rule_chunk(state, *(x[part] for x in tokens))
+            says = f"tokens {part.start} to {part.stop - 1}, from the state after those before them"
+            torch.testing.assert_close(out, expected[part], rtol=1e-4, atol=1e-4, msg=says)
+        torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-4, msg="the state after three chunks")
+
+    def test_decays_of_all_strengths_side_by_side(self) -> None:
+        """Each head and token has another: none, little, and one that leaves nothing."""
+        state, query, key, value, _, beta = some(CHUNK)
+        strengths = torch.tensor([0.0, -1e-3, -0.5, -30.0, -300.0])
+        g = strengths[torch.randint(5, (CHUNK, 3), generator=torch.Generator().manual_seed(3))]
+        given = state, query, key, value, g, beta
+        for name, got, expected in zip(("outputs", "state"), delta_rule_chunk(*given), by_steps(*given), strict=True):
+            says = (
+                f"{name}: g of 0 to -300 in one chunk; exponents are sums of g over some tokens, none of them positive"
+            )
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3, msg=says)
+
     def test_strong_decay_gives_no_nan(self) -> None:
         """exp(-c) of a whole chunk would be infinite; no exponent that is needed is positive."""
         state, query, key, value, _, beta = some(CHUNK)
         strong = torch.full((CHUNK, 3), -20.0)
         out, after = delta_rule_chunk(state, query, key, value, strong, beta)
         assert out.isfinite().all() and after.isfinite().all(), "a decay to almost nothing gives NaN or infinity"
-        expected = by_steps(state, query, key, value, strong, beta)[0]
-        says = "each token leaves exp(-20) of the state: outputs are not those of single steps"
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4, msg=says)
+        says = "each token leaves exp(-20) of the state: not those of single steps are "
+        for name, got, expected in zip(
+            ("outputs", "state"), (out, after), by_steps(state, query, key, value, strong, beta), strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, msg=f"{says}the {name}")
 
     def test_the_state_that_was_given_stays(self) -> None:
         """Where nothing fades, too."""

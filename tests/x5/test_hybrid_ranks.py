@@ -77,6 +77,7 @@ def test_copies_of_states_reach_another_process(width: list[int]) -> None:
     assert {owner: matrix.tolist() for owner, matrix in unpack_extras(sent.extras).items()} == {STATES: copies}
 
 
+@pytest.mark.usefixtures("warm")
 def test_two_processes_answer_as_transformers() -> None:
     """Copies of states travel in the packed step: prefixes are found, sequences give way, and the text is that of M1."""
     load = seeded()

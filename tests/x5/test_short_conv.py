@@ -82,3 +82,30 @@ def test_half_precision() -> None:
     torch.testing.assert_close(
         out[0, 0].item(), F.silu(torch.tensor(exact)).item(), rtol=1e-5, atol=0, msg="the sum was rounded"
     )
+
+
+def test_a_state_in_float32_beside_tokens_of_16_bits() -> None:
+    """K = 4 and one token: two of the old inputs stay, with all their digits."""
+    state = torch.tensor([[0.1], [0.2], [0.3]])
+    out, after = convolve(torch.tensor([[0.5]]).bfloat16(), state, torch.ones(1, 4))
+    assert after.dtype == torch.float32, (
+        f"the state is in its own dtype, float32, not in that of the tokens, {after.dtype}"
+    )
+    kept = after[:, 0].tolist()
+    assert torch.equal(after[:2], state[1:]) and kept[2] == 0.5, f"0.2, 0.3 and 0.5 as they were, not {kept}"
+    says = "silu of 0.1 + 0.2 + 0.3 + 0.5, of which none is rounded to 16 bits"
+    torch.testing.assert_close(out, F.silu(torch.tensor([[1.1]])), rtol=1e-6, atol=0, msg=says)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_sizes_that_are_equal(size: int) -> None:
+    """As many sequences, tokens, channels and weights: what is turned over has the right shape."""
+    generator = torch.Generator().manual_seed(size)
+    x, state = (torch.randn(size, n, size, generator=generator) for n in (size, size - 1))
+    weight = torch.randn(size, size, generator=generator)
+    out, after = convolve(x, state, weight)
+    inputs = torch.cat((state, x), 1)
+    expected = torch.stack([(inputs[:, t : t + size] * weight.T).sum(1) for t in range(size)], 1)
+    says = f"S = n = C = K = {size}: weight[c, j] goes with channel c of the input j places on"
+    torch.testing.assert_close(out, F.silu(expected), rtol=1e-5, atol=1e-5, msg=says)
+    assert torch.equal(after, inputs[:, size:]), f"S = n = C = K = {size}: the state is the last {size - 1} inputs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -105,6 +106,17 @@ class TestEvicting:
     def test_the_first_admission_is_a_time_like_others(self) -> None:
         oldest, later = Snapshot(0, 512, 0, 11), Snapshot(1, 16, 4, 12)
         assert snapshot_to_evict([later, oldest]) is oldest, "used last at 0, before the one that was used at 4"
+
+    def test_any_snapshots_in_any_order(self) -> None:
+        chance = random.Random(0)
+        for _ in range(200):
+            pairs = chance.sample(
+                [(used, n) for used in (0, 1, 2, 9) for n in (16, 32, 48, 4096)], chance.randint(1, 8)
+            )
+            kept = [Snapshot(slot, n, used, 90 - slot) for slot, (used, n) in enumerate(pairs)]
+            found = snapshot_to_evict(kept)
+            says = f"of (last used, tokens) {pairs} goes {min(pairs)}, not {(found.last_used, found.num_tokens)}"
+            assert (found.last_used, found.num_tokens) == min(pairs), says
 
     def test_it_takes_anything_that_can_be_walked(self) -> None:
         only = Snapshot(0, 16, 0, 11)

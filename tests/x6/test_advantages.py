@@ -19,7 +19,8 @@ def test_a_worked_case() -> None:
 def test_whole_numbers_are_rewards_too() -> None:
     got = group_advantages(torch.tensor([[0, 1, 1, 0]]))
     assert got.dtype == torch.float32, "advantages are float32, whatever the rewards are"
-    torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0, 1.0, -1.0]]), rtol=1e-4, atol=1e-4)
+    says = f"rewards 0, 1, 1, 0: mean and deviation are 1/2, so -1, 1, 1, -1, not {got.tolist()}"
+    torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0, 1.0, -1.0]]), rtol=1e-4, atol=1e-4, msg=says)
 
 
 def test_one_right_answer_of_four() -> None:
@@ -72,3 +73,15 @@ def test_what_says_nothing_changes_nothing() -> None:
     got = group_advantages(torch.tensor([[2.0] * 4, [0.0] * 4]))
     assert not got.any(), "answers that are all equally good have no advantage over each other, and must not give NaN"
     assert not group_advantages(torch.tensor([[5.0]])).any(), "a group of one is its own mean"
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_as_many_groups_as_answers(n: int) -> None:
+    """Each row is a group, and not each column."""
+    rewards = torch.randn(n, n, generator=torch.Generator().manual_seed(n)) * torch.arange(1, n + 1)[:, None]
+    got = group_advantages(rewards)
+    for group in range(n):
+        row = rewards[group].double()
+        expected = ((row - row.mean()) / (row.std(correction=0) + 1e-6)).float()
+        says = f"group {group} of {n} groups of {n} answers, {row.tolist()}: mean and deviation are those of its row"
+        torch.testing.assert_close(got[group], expected, rtol=1e-4, atol=1e-4, msg=says)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import log
+from math import exp, log
 
 import pytest
 import torch
@@ -100,6 +100,18 @@ def test_in_half_precision_acc_is_float32() -> None:
     value[:, :, :CONTEXT] = 256.0
     found = attend_in_tiles(query, key, value, torch.tensor([[8 * CONTEXT - 1]]), 1.0)[0, 0, 0, 0].item()
     assert found == 32.5, f"(256 + 7 * 0.5) / 8 is 32.5 in bfloat16, not {found}: acc is float32 until it is divided"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_l_is_float32(dtype: torch.dtype) -> None:
+    """A tile of scores 0 and values 0, then 63 of scores -7 and values 1, each of which adds 0.058 to an l of 64."""
+    query, key = (torch.ones(1, 1, size, 1, dtype=dtype) for size in (1, 64 * CONTEXT))
+    key[:, :, :CONTEXT], value = 0.0, torch.ones_like(key)
+    value[:, :, :CONTEXT] = 0.0
+    found = attend_in_tiles(query, key, value, torch.tensor([[64 * CONTEXT - 1]]), -7.0)[0, 0, 0, 0].item()
+    part = 63 * exp(-7)
+    says = f"acc / l is {64 * part:.2f} / {64 + 64 * part:.2f} = {part / (1 + part):.4f}, not {found:.4f}: l is float32"
+    assert found == pytest.approx(part / (1 + part), rel=0.01), says
 
 
 @pytest.mark.parametrize("length", [50, 300])

@@ -33,7 +33,9 @@ def test_no_two_share_a_name() -> None:
             twin = roots.setdefault(root, (salt, generation))
             says = f"salt {salt} in generation {generation} has the root of salt {twin[0]} in generation {twin[1]}: they would find each other's blocks"
             assert twin == (salt, generation), says
-            if generation:
+            if not generation:
+                assert root == salt, f"salt {salt}, generation 0: the hash of the salt alone, as it is, not {root}"
+            else:
                 expected = xxhash.xxh64_intdigest(struct.pack("<QQ", generation, salt))
                 assert root == expected, f"salt {salt}, generation {generation}: not the hash of their 16 bytes"
 

@@ -31,6 +31,17 @@ def test_equal_bits_are_exactly_1_and_still_teach() -> None:
     assert policy.grad.tolist() == [1.0, 1.0, 1.0], "the engine's part is data: with its gradient the two would cancel"
 
 
+def test_no_gradient_reaches_the_engine() -> None:
+    policy, engine = (torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(2))
+    ratio = importance_ratio(policy, engine)
+    gradients = torch.autograd.grad(ratio.sum(), (policy, engine), allow_unused=True)
+    assert gradients[0] is not None and gradients[0].tolist() == [1.0, 1.0], (
+        f"that of `policy` is 1, not {gradients[0]}"
+    )
+    assert gradients[1] is None or not gradients[1].any(), f"the engine's are data, and have a gradient: {gradients[1]}"
+    assert torch.is_grad_enabled() and engine.requires_grad, "the tensor that came in has lost its own gradient"
+
+
 def test_far_apart_is_not_cut() -> None:
     policy, engine = torch.tensor([-0.5, -9.0], requires_grad=True), torch.tensor([-7.5, -1.0])
     ratio = importance_ratio(policy, engine)

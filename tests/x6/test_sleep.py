@@ -118,6 +118,7 @@ def itself(worker: Any) -> Any:
     return worker
 
 
+@pytest.mark.usefixtures("warm")
 def test_two_ranks_get_weights_and_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes, to which weights go in a file: from a folder, from tensors, and at waking up. No file is left."""
     first = tiny_checkpoint("phi3")  # its checkpoint is packed as our layers are

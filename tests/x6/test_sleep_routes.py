@@ -14,6 +14,7 @@ from tests.x1.background import PATIENCE, Background
 STORY = {"prompt": "Once", "max_tokens": 8, "temperature": 0}
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("transport", ["thread", "process"])
 def test_a_server_sleeps_and_wakes(transport: str) -> None:
     config = ServerConfig(enable_sleep_mode=True)

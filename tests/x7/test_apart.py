@@ -276,7 +276,12 @@ def test_a_prompt_that_needs_scores_is_computed_here(run: Run, apart: Pair) -> N
         pytest.param({"device": "cuda", "dtype": "float32"}, {}, marks=pytest.mark.gpu),
     ],
 )
-def test_with_other_electives(run: Run, first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_with_other_electives(
+    run: Run, first: dict[str, Any], second: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    if "tensor_parallel_size" in first:
+        request.getfixturevalue("warm")
+
     async def compare() -> None:
         async with pair(common=first, **second) as both:
             prompts = [TEXT[i:] for i in range(4)]

@@ -301,6 +301,7 @@ def test_listeners_hear_what_moves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_two_ranks(tmp_path: Path) -> None:
     fields = {"milestone": "m6", "tensor_parallel_size": 2}
     engine = make_engine(**SMALL, **OFFLOAD, **fields, kv_offload_dir=str(tmp_path))

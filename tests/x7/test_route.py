@@ -75,6 +75,7 @@ SERVE = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_three_processes_answer_as_one_and_survive_the_loss_of_one() -> None:
     with ExitStack() as stack:
         peer = f"127.0.0.1:{free_port()}"

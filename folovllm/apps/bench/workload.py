@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +78,7 @@ def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workl
         workload = Workload(name, _mixed(random.Random(0), 24 if count is None else count))
     elif name == "nano-vllm":
         workload = Workload(name, _nano_vllm(), temperature=0.6)
-    elif Path(name).is_file():
+    elif os.path.isfile(name):
         workload = Workload(Path(name).name, _from_file(Path(name)))
     else:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import tempfile
 import typing
@@ -105,7 +106,7 @@ def writable(context: typer.Context, file: Path | None) -> Path | None:
     """Check, before any work, that `file` can be written afterwards, and is the command's only output there. Raises typer.BadParameter."""
     if file is None:
         return None
-    if not file.parent.is_dir():
+    if not os.path.isdir(file.parent):  # `Path.is_dir` raises for a name that is too long
         raise typer.BadParameter(f"there is no folder {file.parent}")
     try:
         if file.is_file() or file.is_dir():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from typing import Annotated
 
 import typer
+
+URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:[0-9]{1,5})?(/[^\s?#]*)?", re.ASCII)
 
 
 def route(
@@ -27,11 +31,23 @@ def route(
         raise ValueError(
             f'{error.name} is not installed: pip install "folovllm[serve]" brings what a router needs'
         ) from error
-    for url in (*decode, *(prefill or ())):
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"a server's URL begins with http://, unlike {url!r}")
+    urls = [*decode, *(prefill or ())]
+    for url in urls:
+        if not (found := URL.fullmatch(url)) or int((found[2] or ":0")[1:]) > 65535:
+            raise ValueError(
+                f"a server's URL begins with http:// and names a host, and a port if need be, unlike {url!r}"
+            )
+    if f"http://{host}:{port}" in urls:
+        raise ValueError(
+            f"--host and --port are where the router listens: http://{host}:{port} cannot be a server, too"
+        )
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"cannot listen at {host}:{port} ({error}): choose another --port or --host") from error
     print(f"routing at http://{host}:{port}/v1 to {', '.join(decode)} (Ctrl-C ends it)", flush=True)
-    uvicorn.run(Router(decode, prefill or []).app, host=host, port=port, log_level="warning", access_log=False)
+    app = Router(decode, prefill or []).app
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
 
 
 def add_to(app: typer.Typer) -> None:

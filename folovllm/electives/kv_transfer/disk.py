@@ -25,13 +25,16 @@ def own_folder(parent: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         info = folder.lstat()
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-            raise ValueError(f"kv_offload_dir: {folder} is not a folder of yours: choose another place")
-        folder.chmod(0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"kv_offload_dir: nothing can be written to {folder}: {error.strerror}") from error
+        is_ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+        if is_ours:
+            folder.chmod(0o700)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"kv_offload_dir: nothing can be written to {str(folder)!r:.300}: {why}") from error
+    if not is_ours:
+        raise ValueError(f"kv_offload_dir: {folder} is not a folder of yours: choose another place")
     return folder
 
 

@@ -72,6 +72,8 @@ class OffloadConnector(KVConnector):
         self._host, self._block_bytes = HostIndex(min(slots)), sum(sizes)
         self._disk: OrderedDict[bytes, int] = OrderedDict()  # bytes of all files of a block, by key; the oldest first
         self._disk_size, self._disk_used = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size), 0
+        if self._folder is not None and self._disk_size < self._block_bytes:
+            raise ValueError(f"kv_offload_dir_size holds no block: a block has {self._block_bytes:,} bytes")
         for key, size in () if self._folder is None else stored_keys(self._folder, self._num_ranks):
             self._remember(key, size)
         dtype = str(setup.attention.kv_dtype or setup.dtype)

@@ -66,7 +66,7 @@ class TransferOptions:
 
 def num_bytes(name: str, text: str) -> int:
     """The bytes that "16GiB", "500 MB" or "1048576" mean; all units are powers of 1,024. Raises ValueError for anything else, and for less than 1."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     size = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
     if size < 1:
         raise ValueError(f'{name} must be a number of bytes, such as "16GiB", not {text!r}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -52,7 +53,7 @@ def address_of(peer: str) -> tuple[str, int]:
     """Host and port of "HOST:PORT"; a host with colons stands in brackets. Raises ValueError."""
     host, colon, port = peer.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not colon or not re.fullmatch(r"[\w.:%-]+", host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError(f"peer must be HOST:PORT, not {peer!r}")
     return host, int(port)
 

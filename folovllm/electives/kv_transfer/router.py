@@ -7,18 +7,20 @@ the servers of prompts at last, which are whole engines.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
 import httpx
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from folovllm.electives.kv_transfer.wire import unless
 
+logger = logging.getLogger("folovllm")
 HOP = {
     "connection",
     "keep-alive",
@@ -65,10 +67,13 @@ class Router:
     async def route(self, request: Request) -> Response:
         """Pass a request on, to the first server that answers."""
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MOST_BODY:
-                return refusal(413, f"the body is longer than {MOST_BODY} bytes")
+        try:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MOST_BODY:
+                    return refusal(413, f"the body is longer than {MOST_BODY} bytes")
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
         why = ""
         for server in sorted(self.servers, key=lambda server: server.rank(time.monotonic())):
             server.num_open += 1
@@ -79,6 +84,8 @@ class Router:
                     return Passed(server, answer)
                 await answer.aclose()  # its engine has ended, sleeps or drains
                 raise httpx.TransportError(f"status {UNAVAILABLE}")
+            except httpx.LocalProtocolError as error:  # the client's fault, and no server's
+                return refusal(400, f"the request cannot be passed on: {error}")
             except httpx.TransportError as error:
                 server.failed_at, why = time.monotonic(), f"{why}; {server.url}: {error or type(error).__name__}"
             except EOFError:
@@ -108,6 +115,8 @@ class Passed(StreamingResponse):
         self._server.num_open += 1
         try:
             await super().__call__(scope, receive, send)
+        except httpx.TransportError as error:  # the client's connection ends without the answer's end
+            logger.warning("%s broke an answer off: %s", self._server.url, error)
         finally:
             self._server.num_open -= 1
             await self._answer.aclose()

@@ -316,12 +316,17 @@ def runs(chunk: list[Piece]) -> Iterator[tuple[int, int, int]]:
 def register_kv_caches(
     worker: Any, num_bytes: int, folder: Path | None, num_ranks: int
 ) -> tuple[int, int, dict[str, float]]:
-    """Make a rank's store of `num_bytes`; returns its slots, the bytes of a block, and what was measured of the link."""
+    """Make a rank's store of `num_bytes`; returns its slots, the bytes of a block, and what was measured of the link.
+
+    Raises ValueError if they hold no block, or cannot be had.
+    """
     rank = dist.get_rank() if num_ranks > 1 else 0
     runner = worker.runner.inner if isinstance(worker.runner, GraphRunner) else worker.runner
     cache: torch.Tensor = runner.kv_cache
     block_bytes = cache.nbytes // cache.shape[2]
-    num_slots = max(1, num_bytes // block_bytes)
+    num_slots = num_bytes // block_bytes
+    if not num_slots:
+        raise ValueError(f"kv_offload holds no block: each rank has {num_bytes:,} bytes, and a block {block_bytes:,}")
     with worker.current:
         worker.state[STORE] = store = BlockStore(cache, num_slots, folder, rank)
         return num_slots, block_bytes, store.measure_link()

@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 import xxhash
 
+from folovllm.models.messages import printable
+
 MAGIC = b"FOLOKV1\n"  # the version is in it
 HEAD = struct.Struct("<8sI32s")  # magic, length and HMAC of what follows
 SHORT = 1 << 16  # the longest message without tokens, in bytes
@@ -189,7 +191,7 @@ class Connection:
         body = await self.reader.readexactly(body_length(head, limit))
         message = unpack(head, body, self._secret, self._context(1))
         if isinstance(message, Refusal):
-            raise WireError(message.message)
+            raise WireError(printable(message.message, 300))  # it is logged
         if not isinstance(message, (kind, *others)):
             raise WireError(f"the peer sent a {type(message).__name__} where a {kind.__name__} was due")
         return cast(M, message)

@@ -5,6 +5,7 @@ The names are those of the checkpoint. Packed layers and ranks take their parts 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.layers.linear import PLAIN, LinearBase, Plain
 from folovllm.models.extra_tensors import is_empty_bias, is_ignored, repacked, weight_loader_of
-from folovllm.models.files import load_hf_config, read_json, resolve_model
+from folovllm.models.files import load_hf_config, read_json, reading, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.given_tensors import as_named, require_usable
 from folovllm.models.llama import LlamaForCausalLM
@@ -165,7 +166,7 @@ def readable(engine: LLMEngine, weights: Weights | None) -> Iterator[Path | Tens
         yield None
         return
     if isinstance(weights, str | Path):
-        path = Path(weights) if Path(weights).is_dir() else resolve_model(str(weights))
+        path = Path(weights) if os.path.isdir(weights) else resolve_model(str(weights))
         require_same_codes(engine, path)
         yield path
         return
@@ -210,7 +211,8 @@ def require_same_codes(engine: LLMEngine, folder: Path) -> None:
     given = load_hf_config(folder, config)
     if (quantization := quantization_of(given, config)) is not None:
         given = quantization.configured(given, config)
-    built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]
+    with reading(f"the model in {folder}"):
+        built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]
     before, after = ([m.linear_method for m in model.modules() if isinstance(m, LinearBase)] for model in built)
     if before != after:
         raise ValueError(
@@ -245,7 +247,8 @@ def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
     """Return the weights by the checkpoint's names. They are the engine's own memory: copy what must outlast an update.
 
     What the engine keeps in another form is a copy: norms that add 1 (Gemma 3, Qwen3.5), projections in another order
-    (Qwen3-Next). If a norm was folded into the product behind it, the norm's weights are ones here too.
+    (Qwen3-Next). If a norm was folded into the product behind it, the norm's weights are ones here too. A head for drafts
+    (`mtp.`) is not among them, and no update changes it: texts stay right, and its drafts fit less well.
 
     Raises:
         ValueError: the model is in several parts, quantized or not ours.

@@ -137,7 +137,8 @@ class Frames:
 
         A message is its length in four bytes (`_LENGTH`), then itself: `frame` makes it. A piece may hold several, or a part
         of one, and may end within a length. What is not whole stays in `self._buffer`. A message leaves it before it is handed
-        out, so a reader that fails over one does not get it again. What waits in the buffer is not copied.
+        out, so a reader that fails over one does not get it again; those behind it stay, and come with the next piece. What
+        waits in the buffer is not copied.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:

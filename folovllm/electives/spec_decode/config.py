@@ -51,6 +51,8 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if not (is_whole(value) and 1 <= value <= most):
                 raise ValueError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
+        if not isinstance(self.model, str | None):
+            raise ValueError(f"the model of speculative_config must be a text, not {self.model!r}")
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"adaptive must be True or False, not {self.adaptive!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:

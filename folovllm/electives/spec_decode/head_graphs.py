@@ -48,7 +48,7 @@ class HeadGraphRunner(GraphRunner):
         self._drafted, device = drafted, self._setup.device
         rows = self._setup.max_num_seqs + 1
         self._lengths = chain_lengths(len(drafted.sampled) - 1)
-        self._scratch = torch.zeros(2, rows, dtype=torch.int64, device=device)  # what kernels write besides
+        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # nobody reads those of drafts
         self._all_allowed = torch.full_like(self._row_sampler.masks[:rows], -1)
         self._ended = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -110,15 +110,20 @@ class HeadGraphRunner(GraphRunner):
         self._drafted.host.copy_(self._drafted.sampled, non_blocking=True)
 
     def _sample_plainly(self, logits: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-        out, last = self._scratch
-        self._step_sampler.one_pass(logits, samples, out, last)
-        return out[: len(logits)].clone()
+        out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        self._step_sampler.one_pass(logits, samples, out, self._last_tokens)
+        return out
 
     def _sample_special(self, logits: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
         """Sample with each row's filters and penalties, as they are before the drafts, and without its grammar."""
         rows, positions = samples[Field.ROW], samples[Field.SEQ_LEN]
         masks = self._all_allowed[: len(logits)]
         return self._row_sampler.sample(self._step_sampler.full_logits(logits), rows, positions, masks=masks)
+
+    def _forward(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """As the parent. The head's K/V is complete at its end."""
+        super()._forward(bucket, numbers)
+        self._inner.join()
 
     def _upload(self, step: PackedStep, bucket: Bucket | None) -> tuple[Parts[torch.Tensor], torch.Tensor]:
         """As the parent. Rows with another sequence forget the hidden states that they keep."""

@@ -33,7 +33,8 @@ class HeadModelRunner(VerifyingModelRunner):
     """Stores the head's K/V of every step, and drafts when it is asked.
 
     Behind the model's layers a step stores the head's K/V of the pairs whose tokens it brings (`head_inputs`): those of a
-    rejected draft are written over as the target's own are. The last token's hidden state waits for the token behind it
+    rejected draft are written over as the target's own are. A captured step does so beside the product with the vocabulary:
+    these are small kernels, which would take longer to start than to run. The last token's hidden state waits for the token behind it
     (`KeptStates`). A chain begins with that pair, so it needs nothing from the last step but this state.
     """
 
@@ -45,6 +46,8 @@ class HeadModelRunner(VerifyingModelRunner):
         super().__init__(*arguments)
         self._make_head, self._longest = make_head, longest
         self._taken: dict[int, torch.Tensor] = {}  # hidden states before layers, of the step under way
+        self._beside: torch.cuda.Stream | None = None  # of captured steps; ranks exchange numbers on one stream alone
+        self._read_beside: Any = None  # what must stay in memory until `join`
         self._specs: dict[int, SamplingSpec] = {}  # by row; a runner of packed steps has them on the device
 
     def load_model(self) -> None:
@@ -62,6 +65,9 @@ class HeadModelRunner(VerifyingModelRunner):
         )
         for i in self.head.aux_layers:
             [*model.model.layers, model.model.norm][i].register_forward_pre_hook(partial(self._take, i))
+        self._reads_the_end = max(self.head.aux_layers, default=len(model.model.layers)) >= len(model.model.layers) - 1
+        if setup.device.type == "cuda" and setup.config.tensor_parallel_size == 1:
+            self._beside = torch.cuda.Stream(setup.device)
         self._ids = None if self.head.target_ids is None else own_ids(self.head.target_ids, model)
 
     def _take(self, i: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -95,12 +101,31 @@ class HeadModelRunner(VerifyingModelRunner):
         return super()._build(scheduled_seqs)
 
     def forward_hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """As the parent; also stores the head's K/V, and keeps the hidden states that the next step may need."""
-        batch.only_last = False
+        """As the parent; also stores the head's K/V, and keeps the hidden states that the next step may need.
+
+        In a capture it may be under way until `join`.
+        """
+        batch.only_last = batch.only_last and not self._reads_the_end
         hidden = super().forward_hidden(batch)
-        states = [self._taken.get(i, hidden) for i in self.head.aux_layers]  # a dry run leaves layers out
+        taken, self._taken = self._taken, {}
+        if self._beside is None or not torch.cuda.is_current_stream_capturing():
+            self._store_pairs(hidden, taken, batch)
+            return hidden
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            self._store_pairs(hidden, taken, batch)
+        self._read_beside = hidden, taken, batch
+        return hidden
+
+    def join(self) -> None:
+        """Let what comes next in a capture wait for the head's K/V."""
+        if self._beside is not None and self._read_beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+            self._read_beside = None
+
+    def _store_pairs(self, hidden: torch.Tensor, taken: dict[int, torch.Tensor], batch: ForwardBatch) -> None:
+        states = [taken.get(i, hidden) for i in self.head.aux_layers]  # a dry run leaves layers out
         own = self.head.combine(torch.cat(states, -1) if states else hidden)
-        self._taken.clear()
         if own.is_cuda:
             from folovllm.electives.spec_decode.kernels.pairs import pair_up
 
@@ -108,7 +133,6 @@ class HeadModelRunner(VerifyingModelRunner):
         else:
             paired, positions, slots = pairs(own, batch, self.kept, self._setup.block_size)
         self.head.store(paired, replace(batch, positions=positions, slot_mapping=slots))
-        return hidden
 
     def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
         """Return the newest tokens, and `k` draft tokens behind each, [k + 1, S] int64. Device work only.
@@ -116,16 +140,14 @@ class HeadModelRunner(VerifyingModelRunner):
         Args:
             batch: the newest tokens, which are not computed, as a batch of decodes.
         """
-        assert batch.rows is not None
-        rows, size = batch.rows.long(), self._setup.block_size
-        newest = torch.where(batch.seq_lens > 0, batch.positions, -1)
-        tables = self._with_spare_blocks(newest, rows, batch.block_tables)
-        positions, slots = (
-            places.contiguous() for places in chain_places(newest, tables, size, k)
-        )  # kernels need that
-        lens, longest = torch.where(newest < 0, 0, positions + 1).int(), tables.shape[1] * size
-        hidden, _ = self.kept.before(rows, newest)
-        tokens = [batch.input_ids]
+        size, spare = self._setup.block_size, (self._num_blocks, self._spare)
+        if batch.positions.is_cuda:
+            from folovllm.electives.spec_decode.kernels.pairs import start_chain
+
+            tables, positions, slots, lens, hidden = start_chain(batch, k, self.kept, size, *spare)
+        else:
+            tables, positions, slots, lens, hidden = chain_start(batch, k, self.kept, size, *spare)
+        tokens, longest = [batch.input_ids], tables.shape[1] * size
         for i in range(k):
             lens_host = [n and min(n - 1 + i, longest) for n in batch.seq_lens_host]  # none where a chain is captured
             step = replace(
@@ -136,16 +158,6 @@ class HeadModelRunner(VerifyingModelRunner):
             hidden = self.head.forward(hidden, step)
             tokens.append(sample(self._over_all_ids(self.head.compute_logits(hidden)), i))
         return torch.stack(tokens)
-
-    def _with_spare_blocks(self, newest: torch.Tensor, rows: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-        """Return block tables [S, max_blocks] whose entries behind those of the computed tokens are the rows' spare blocks.
-
-        A sequence may have no blocks yet for the tokens that are drafted behind it.
-        """
-        size = self._setup.block_size
-        behind = torch.arange(tables.shape[1], device=tables.device) - (newest + size - 1)[:, None] // size
-        spare = self._num_blocks + rows[:, None] * self._spare + behind.clamp(0, self._spare - 1)
-        return torch.where(behind < 0, tables, spare.int())
 
     def _over_all_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the head's logits as the target's [S, V]; what the head does not know is never sampled."""
@@ -217,6 +229,26 @@ def pairs(
     slots = batch.block_tables[sequence, positions // block_size].long() * block_size + positions % block_size
     kept.keep(rows[sequence], batch.positions, ends[sequence], own)
     return hidden, positions, torch.where(is_pair, slots, -1)
+
+
+def chain_start(
+    batch: ForwardBatch, k: int, kept: KeptStates, block_size: int, first_spare: int, num_spare: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what a chain of `k` drafts begins with, for a batch whose newest tokens are not computed.
+
+    These are block tables [S, max_blocks] int32, positions and slots [k, S] int64 and lengths [k, S] int32 of the pairs, and the
+    hidden states [S, H] of the first ones. A sequence may have no blocks yet for the tokens that are drafted behind it: in the
+    tables its row's spare blocks follow, `num_spare` for each row from block `first_spare` on.
+    """
+    assert batch.rows is not None
+    rows, tables = batch.rows.long(), batch.block_tables
+    newest = torch.where(batch.seq_lens > 0, batch.positions, -1)
+    behind = torch.arange(tables.shape[1], device=tables.device) - (newest + block_size - 1)[:, None] // block_size
+    spare = first_spare + rows[:, None] * num_spare + behind.clamp(0, num_spare - 1)
+    tables = torch.where(behind < 0, tables, spare.int())
+    positions, slots = chain_places(newest, tables, block_size, k)
+    lens = torch.where(newest < 0, 0, positions + 1).int()
+    return tables, positions.contiguous(), slots.contiguous(), lens, kept.before(rows, newest)[0]
 
 
 def sequences_of(batch: ForwardBatch) -> torch.Tensor:

@@ -97,7 +97,8 @@ class AdaptiveLength(LengthPolicy):
     `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. The policy adds up
     the seconds that drafts cost, less those that accepted tokens save. Where no sequence gets a draft, or `SLACK` was lost, the
     scheduler rests for `BACK_OFF` times the loss: so drafts that do not pay take about 1% of the time, whatever the averages
-    say. Behind a rest comes a decision again, with a probe if it has no drafts: a few tokens of one sequence, in turn.
+    say. Behind a rest comes a decision again, with a probe if it has no drafts: a few tokens of one sequence, in turn. Where
+    one probe of a model or a head after the other is rejected, each rest is twice as long as the last, up to `PATIENCE` doublings.
     """
 
     KEEP = 0.9  # decay of an observation in a step
@@ -107,6 +108,7 @@ class AdaptiveLength(LengthPolicy):
     PROBE = 4  # draft tokens of a probe
     PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
     BACK_OFF = 100
+    PATIENCE = 3
     SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
     SLACK = 16  # plain steps: so much may be lost before a rest, and of what was won so much is kept for that
 
@@ -121,6 +123,7 @@ class AdaptiveLength(LengthPolicy):
         self._lost = 0.0  # seconds that drafts have cost; below zero they have won some
         self._won_by_token = 0.0  # seconds, for each draft token of the coming step that is accepted
         self._num_decisions = 0
+        self._in_vain = 0  # probes in a row, of no lookup, of which no token was accepted
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         """Return the lengths of the decision that holds, or of a new one."""
@@ -144,6 +147,7 @@ class AdaptiveLength(LengthPolicy):
     def _rest(self, num_seqs: int) -> None:
         """Set how long to back off, by what was lost."""
         steps, self._hold = self.BACK_OFF * self._lost / self.cost.of_plain(num_seqs), 0
+        steps *= 1 << min(self._in_vain, self.PATIENCE)
         self.rest, self._lost = int(max(self.SHORTEST, min(steps, self.LONGEST))), min(self._lost, 0.0)
 
     def _probe(self, lengths: list[int]) -> None:
@@ -151,6 +155,7 @@ class AdaptiveLength(LengthPolicy):
         if idle := [i for i, length in enumerate(lengths) if not length]:
             lengths[idle[self._num_decisions % len(idle)]] = min(self.PROBE, self.most)
             self._hold = 0
+            self._in_vain += not self._is_lookup
 
     def acceptance(self, seq_id: int) -> Acceptance:
         """Return the averages of a sequence; for a new one those of all sequences."""
@@ -167,6 +172,8 @@ class AdaptiveLength(LengthPolicy):
         for acceptance in (own, self._common):
             acceptance.update(num_draft_tokens, num_accepted, self.KEEP)
         self._lost -= self._won_by_token * num_accepted
+        if num_accepted:
+            self._in_vain = 0
 
     def observe_asked(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
         """Count what the step takes more than a plain one. Of what was won, `SLACK` plain steps count at most."""

@@ -38,11 +38,15 @@ LIMITS = {
     "verbose_errors": False,
 }
 KIND = {"regex": "regex", "grammar": "grammar"}  # and else a JSON schema
+NO_GRAMMAR = "structured_outputs holds a grammar that cannot be used"
 NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
 WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
 BYTE_WALKS, BYTE_STEPS = 16, 120  # of `require_way_on`: some 10 ms
 BYTE_SECONDS = 0.25  # after which the walks end: in an ambiguous grammar one takes seconds
-STRUCTURE = frozenset(b'{}[]:,"0aet')  # bytes that lead through a document
+STRUCTURE, SPACE = (
+    frozenset(b'{}[]:,"0aet'),
+    frozenset(b" \n\t"),
+)  # bytes that lead through a document, and between its parts
 FEW = 16  # masks that are made one after the other: more of them on several threads
 
 
@@ -95,12 +99,12 @@ def source_of(asked: StructuredOutputsParams) -> str:
         try:
             grammar = any_to_lark(asked.grammar)
         except Exception as error:  # the library knows no narrower class
-            raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
+            raise ValueError(f"{NO_GRAMMAR}: {error}") from error
         grammar = bounded(grammar)
         try:
             return str(compiler.grammar_from_lark(grammar))
         except ValueError as error:
-            raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
+            raise ValueError(f"{NO_GRAMMAR}: {error}") from error
     space = WHITESPACE if asked.whitespace_pattern is None else bounded_pattern(asked.whitespace_pattern)
     whitespace = {"whitespace_pattern": None if asked.disable_any_whitespace else space}
     schema = asked.schema()
@@ -146,6 +150,7 @@ def bounded(grammar: str) -> str:
             outline += grammar[at : found.start()] + '""'
             at = end
     require_end(outline + grammar[at:])
+    require_words(outline + grammar[at:])
     return parts + grammar[at:]
 
 
@@ -158,10 +163,18 @@ def has_finite(alternatives: str) -> bool:
 def require_end(grammar: str) -> None:
     """Raise ValueError if a rule of a grammar in Lark's notation has no finite text, since it needs itself.
 
-    The least fixed point, as of a schema's references. What is not known here counts as finite.
+    The least fixed point, as of a schema's references. What is not known here counts as finite. Parametric rules (`name::value`)
+    are none of it: which of their 2**64 values have a text depends on their conditions.
     """
     grammar = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//.*|->.*', '""', grammar)
-    _, *parts = re.split(r"^[?!]?([a-z_]\w*)[^:\n]*:(?!:)", grammar, flags=re.MULTILINE)
+    while nested := re.search(r"%lark\s*\{((?:[^{}]|\{[^{}]*\})*)\}", grammar):  # a grammar with rules of its own
+        require_end(nested[1])
+        grammar = grammar.replace(nested[0], '""')
+    if "::" in grammar:
+        raise ValueError(
+            f"{NO_GRAMMAR}: whether parametric rules (name::value) lead to an end cannot be told, so write them out"
+        )
+    _, *parts = re.split(r"^[ \t]*[?!]?([a-z_]\w*)[^:\n]*:", grammar, flags=re.MULTILINE)
     rules, finite = dict(zip(parts[::2], parts[1::2], strict=True)), set[str]()
 
     def is_finite(body: str) -> bool:
@@ -175,10 +188,28 @@ def require_end(grammar: str) -> None:
 
     while new := {name for name, body in rules.items() if name not in finite and is_finite(body)}:
         finite |= new
-    if (endless := sorted(rules.keys() - finite)) and "::" not in grammar:
-        raise ValueError(
-            f"structured_outputs holds a grammar that cannot be used: {endless[0]} leads back to itself, so no text of it is finite"
-        )
+    if endless := sorted(rules.keys() - finite):
+        raise ValueError(f"{NO_GRAMMAR}: {endless[0]} leads back to itself, so no text of it is finite")
+
+
+def require_words(grammar: str) -> None:
+    """Raise ValueError for a terminal or a regular expression of a grammar in Lark's notation that no text matches.
+
+    An answer may come to it behind more text than `require_way_on` walks through.
+    """
+    guidance, end = library(), time.process_time() + BYTE_SECONDS
+    sections = re.split(r"^(?=[ \t]*(?:[?!]?[A-Za-z_]\w*\b[^:\n]*:|%))", grammar, flags=re.MULTILINE)
+    terminals = {found[1]: section for section in sections if (found := re.match(r"\s*(_*[A-Z]\w*)\s*:", section))}
+    literal = r'"(?:\\.|[^"\\\n])*"|//.*|(/(?:\\.|[^/\\\n])+/[imslux]*)'
+    for word in [*terminals, *filter(None, re.findall(literal, grammar))]:
+        source = guidance.LLMatcher.grammar_from_lark(f"start: {word}\n" + "".join(terminals.values()))
+        place = guidance.LLMatcher(byte_tokenizer(), source, log_level=0)
+        if not place.is_error() and not place.is_accepting():
+            place.compute_bitmask()
+            if place.get_error().startswith("NoExtension"):
+                raise ValueError(f"{NO_GRAMMAR}: no text matches {word:.100}")
+        if time.process_time() > end:
+            break
 
 
 def bounded_pattern(pattern: str) -> str:
@@ -194,13 +225,14 @@ def bounded_pattern(pattern: str) -> str:
 def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
     """Raise ValueError if a walk through the grammar, byte by byte, comes to where nothing follows and no text may end.
 
-    Walks prefer what ends strings and numbers, so that they see much of a document in a few steps.
+    Walks prefer what ends strings and numbers, so that they see much of a document in a few steps, and every fourth white space.
     """
     guidance, end = library(), time.process_time() + BYTE_SECONDS
     start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
     for seed in range(BYTE_WALKS):
-        error = error_of_walk(start, random.Random(seed), BYTE_STEPS, STRUCTURE, end)
-        if error.startswith("Parser Error"):
+        likely, share = (STRUCTURE, 0.7) if seed % 4 else (SPACE, 0.95)
+        error = error_of_walk(start, random.Random(seed), BYTE_STEPS, likely, share, end)
+        if error.startswith(("Parser Error", "lexer error")):
             require_good(asked, error)
         if error.startswith("NoExtensionBias"):
             raise ValueError(
@@ -220,11 +252,11 @@ def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
 
 
 def error_of_walk(
-    start: Any, chance: random.Random, steps: int, likely: Collection[int] = (), end: float = math.inf
+    start: Any, chance: random.Random, steps: int, likely: Collection[int] = (), share: float = 0, end: float = math.inf
 ) -> str:
     """Return what the library says against a walk of `steps` tokens, "" if nothing.
 
-    Most tokens are of `likely` where the grammar allows some of them. At `end`, in seconds of the process, the walk ends.
+    So large a `share` of the tokens is of `likely` at least, where the grammar allows some of them. At `end`, in seconds of the process, the walk ends.
     """
     place = start.deep_copy()
     for _ in range(steps):
@@ -233,7 +265,7 @@ def error_of_walk(
         if place.is_stopped() or not allowed or time.process_time() > end:
             break
         first = [token for token in allowed if token in likely]
-        place.consume_token(chance.choice(first if first and chance.random() < 0.7 else allowed))
+        place.consume_token(chance.choice(first if first and chance.random() < share else allowed))
     return str(place.get_error())
 
 
@@ -241,7 +273,11 @@ def require_good(asked: StructuredOutputsParams, error: str) -> None:
     """Raise ValueError with the library's `error`, if there is one."""
     if error and not error.startswith("WARNING"):
         kind = KIND.get(asked.kind, "JSON schema")
-        says = "no text matches it" if error.startswith("NoExtension") else " ".join(error.split())[:500]
+        says = (
+            "no text matches it"
+            if error.startswith("NoExtension")
+            else " ".join(error.split("<backtrace>")[0].split())[:500]
+        )
         raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
 
 

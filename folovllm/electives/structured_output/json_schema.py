@@ -66,6 +66,9 @@ def _without_forbidden_names(schema: Schema, shared: Schema) -> Schema:
     if not isinstance(patterns, dict):
         return schema
     kept, properties = dict(patterns), schema.get("properties") or {}
+    error = _matcher({"type": "object", "patternProperties": {pattern: {} for pattern in patterns}}).get_error()
+    if "disjoint" in error:  # the library does not look at a pattern of names that may not be
+        raise ValueError(" ".join(error.split()))
     for pattern, inner in patterns.items():
         if re.fullmatch(FEW_NAMES, pattern) or not _has_no_document(inner, shared):
             continue

@@ -47,7 +47,7 @@ export function ranked(logits) {
 }
 
 /** Numbers as probabilities; where `cut` names a filter, 0. */
-function softmax(values, cut) {
+export function softmax(values, cut) {
   const most = values.reduce((a, b) => Math.max(a, b));
   const chances = Float64Array.from(values, (value, id) => (cut?.[id] ? 0 : Math.exp(value - most)));
   const sum = chances.reduce((a, b) => a + b);
@@ -55,8 +55,8 @@ function softmax(values, cut) {
 }
 
 /**
- * What becomes of `logits` under {temperature, min_p, top_k, top_p}, and who wins with `noise`. By token id: `model`, its probability;
- * `warm`, the same after the temperature; `cut`, the filter that dropped it, if any; `kept`, its probability after all filters; `sums`.
+ * What becomes of `logits` under {temperature, min_p, top_k, top_p}, and who wins with `noise`. By token id: `scaled`, its logit after the
+ * temperature, and `cut`, the filter that dropped it, if any.
  */
 export function choose(logits, order, noise, { temperature, min_p, top_k, top_p }) {
   const scaled = temperature ? logits.map((logit) => logit / temperature) : logits;
@@ -64,15 +64,18 @@ export function choose(logits, order, noise, { temperature, min_p, top_k, top_p 
   const limit = scaled[order[0]] + Math.log(min_p);
   const last = top_k > 0 ? scaled[order[Math.min(top_k, order.length) - 1]] : -Infinity;
   for (const id of order) cut[id] = temperature && scaled[id] < limit ? "min-p" : temperature && scaled[id] < last ? "top-k" : "";
-  let before = 0;
-  const left = softmax(scaled, cut);
-  for (const id of top_p < 1 && temperature ? order : []) {
-    if (before >= top_p) cut[id] ||= "top-p";
-    before += left[id];
+  if (top_p < 1 && temperature) {
+    const left = softmax(scaled, cut);
+    let before = 0;
+    for (const id of order) {
+      if (before >= top_p) cut[id] ||= "top-p";
+      before += left[id];
+    }
   }
   if (!temperature) for (const id of order.slice(1)) cut[id] = "greedy";
-  const kept = softmax(scaled, cut);
-  const sums = kept.map((chance, id) => Math.log(chance) + (temperature ? noise[id] : 0));
-  const winner = sums.reduce((best, sum, id) => (sum > sums[best] ? id : best), order[0]);
-  return { model: softmax(logits), warm: softmax(scaled), cut, kept, sums, winner, greedy: order[0] };
+  let winner = order[0];
+  for (let id = 0; temperature && id < cut.length; id++) {
+    if (!cut[id] && scaled[id] + noise[id] > scaled[winner] + noise[winner]) winner = id;
+  }
+  return { scaled, cut, winner, greedy: order[0] };
 }

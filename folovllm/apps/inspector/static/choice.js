@@ -1,5 +1,5 @@
 // How a token is chosen: bars of the ten likeliest, what the filters leave of them under the reader's sliders, and the noise that decides.
-import { choose, float16s, gumbel, ranked } from "./chances.js";
+import { choose, float16s, gumbel, ranked, softmax } from "./chances.js";
 import { count, el, setText, template } from "./dom.js";
 import { t } from "./words.js";
 
@@ -18,7 +18,8 @@ export class ChoiceView {
       this.#set(changes);
       onDraw();
     };
-    this.sliders.oninput = ({ target }) => set({ [target.name]: Math.max(0, Math.floor(target.value * 100) / 100) });
+    this.sliders.oninput = ({ target: { name, value } }) => set({ [name]: name === "seed" ? Math.min(Number.MAX_SAFE_INTEGER, Math.floor(Math.abs(value))) : Number(value) });
+    this.sliders.onsubmit = (event) => event.preventDefault(); // Enter in the seed
     anew.onclick = () => set({ seed: settings.seed + 1 });
     again.onclick = () => set(this.recorded);
     this.#set(this.recorded);
@@ -37,7 +38,7 @@ export class ChoiceView {
     const score = recording.scores.findLast((one) => one.at <= at) ?? recording.scores[0];
     if (!score) return;
     const { info, position } = score;
-    const now = decided(score);
+    const now = shares(score);
     const name = (id) => recording.decode([id]).replaceAll("\n", "⏎").replaceAll(" ", "␣");
     const before = recording.text(info, 0, position);
     this.context.replaceChildren(before.length > CONTEXT ? before.slice(-CONTEXT).replace(/^\S*/, "…") : before, el("mark", {}, recording.decode([now.winner])));
@@ -93,6 +94,14 @@ function decided(score) {
   if (score.key !== key) score.decided = choose(score.logits, score.order, score.noise, settings);
   score.key = key;
   return score.decided;
+}
+
+/** The same, with what is shown of it: each token's probability, after the temperature and after the filters; its logarithm, noise added. */
+function shares(score) {
+  const now = decided(score);
+  const kept = softmax(now.scaled, now.cut);
+  const sums = kept.map((chance, id) => Math.log(chance) + (settings.temperature ? score.noise[id] : 0));
+  return { ...now, model: softmax(score.logits), warm: softmax(now.scaled), kept, sums };
 }
 
 function percent(chance) {

@@ -192,26 +192,29 @@ def quant_matmul_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def unpack_kernel(
-    weight_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, exponent, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    weight_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
     KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, q): of outputs p * ROWS to p * ROWS + ROWS what is in the elements q * BLOCK to q * BLOCK + BLOCK of their rows:
-    words, or bytes.
+    """Program (p, q): the weights of outputs p * ROWS to p * ROWS + ROWS for inputs q * BLOCK to q * BLOCK + BLOCK.
+
+    Neighbouring threads write neighbouring inputs. Of 4 bits eight of them read the same word, which lies in the L1 cache by then.
     """
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows) & (k < K)
     if KIND == "int4":
-        inside, input = (row < num_rows) & (k < K // 8), inputs_of(tl.program_id(1), GROUP, BLOCK)[None, :]
-        words = tl.load(weight_ptr + row * (K // 8) + k, mask=inside, other=0)
-        scale, offset = load_scales(scale_ptr, zero_ptr, row * (K // GROUP) + k // (GROUP // 8), inside)
-        weights = weights_of(words, scale, None if zero_ptr is None else offset, exponent, DTYPE)
-        tl.store(out_ptr + row * K + input, weights, mask=(row < num_rows) & (input < K))
+        WORDS: tl.constexpr = GROUP // 8  # of a group
+        words = tl.load(weight_ptr + row * (K // 8) + k // GROUP * WORDS + k % WORDS, mask=inside, other=0)
+        scale, offset = load_scales(scale_ptr, zero_ptr, row * (K // GROUP) + k // GROUP, inside)
+        weights = ((words >> 4 * (k % GROUP // WORDS) & 15) - 8).to(tl.float32) * scale
+        if zero_ptr is not None:
+            weights += offset
     else:
-        inside = (row < num_rows) & (k < K)
         numbers = unpack(tl.load(weight_ptr + row * K + k, mask=inside, other=0), KIND, tl.float32)
-        scales = tl.load(scale_ptr + row // GROUP_ROWS * tl.cdiv(K, GROUP) + k // GROUP, mask=inside, other=0.0)
-        tl.store(out_ptr + row * K + k, (numbers * scales).to(DTYPE), mask=inside)
+        weights = numbers * tl.load(
+            scale_ptr + row // GROUP_ROWS * tl.cdiv(K, GROUP) + k // GROUP, mask=inside, other=0.0
+        )
+    tl.store(out_ptr + row * K + k, weights.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def tiles(num_tokens: int, width: int, group: int, kind: str, itemsize: int, capability: int) -> dict[str, int]:
@@ -265,10 +268,10 @@ def quant_matmul(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tenso
 def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """W [outputs, inputs] in `dtype`."""
     (rows, elements), kind = weight.weight.shape, kind_of(weight.weight)
-    width, lines, block = (8 * elements, 64, 16) if kind == "int4" else (elements, 8, 512)
+    width, lines, block = (8 if kind == "int4" else 1) * elements, 8, 512
     out = torch.empty(rows, width, dtype=dtype, device=weight.weight.device)
-    unpack_kernel[(triton.cdiv(rows, lines), triton.cdiv(elements, block))](
-        weight.stored, weight.scale, weight.zeros, out, rows, EXPONENT, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns,
+    unpack_kernel[(triton.cdiv(rows, lines), triton.cdiv(width, block))](
+        weight.stored, weight.scale, weight.zeros, out, rows, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns,
         KIND=kind, ROWS=lines, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out

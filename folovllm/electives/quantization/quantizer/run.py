@@ -31,7 +31,7 @@ from folovllm.electives.quantization.quantizer.one_layer import (
 from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
 from folovllm.electives.quantization.quantizer.perplexity import Quality, compare
 from folovllm.engine.setup import choose_device
-from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
+from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, reading, resolve_model
 from folovllm.models.model_config import head_dim_of, num_experts_of, windows_of
 from folovllm.models.registry import build_model, renamed_by
 
@@ -141,7 +141,9 @@ def quantize(
     check_model(hf_config, options)
     checkpoint = Checkpoint(path)
     rows, on = rows_of(path, hf_config, options, calibration), choose_device(device)
-    checkpoint.check(build_model(hf_config, torch.float32, "meta", options.length))
+    with reading(f"the model in {path}"):
+        empty = build_model(hf_config, torch.float32, "meta", options.length)
+    checkpoint.check(empty)
     folder = OutputFolder(out, hf_config.num_hidden_layers)
     embedding = checkpoint.rest()[EMBEDDING]
     calibrating, measuring = (embedding[ids].float().to(on) for ids in rows)

@@ -1,4 +1,7 @@
-"""`pair_up`: what a draft head gets of a step, in two launches in place of forty. In torch it is `head_runner.pairs`."""
+"""What a draft head gets of a step, and what a chain begins with, in three launches in place of eighty.
+
+In torch these are `head_runner.pairs` and `head_runner.chain_start`.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,55 @@ def keep_kernel(
             i = first + tl.arange(0, WIDTH)
             state = tl.load(own_ptr + token.to(tl.int64) * H + i, mask=i < H)
             tl.store(kept_ptr + place * H + i, state, mask=i < H)
+
+
+@triton.jit(do_not_specialize=["k", "first_spare", "max_blocks", "stride_table"])
+def chain_start_kernel(
+    len_ptr, position_ptr, row_ptr, table_ptr, kept_ptr, out_table_ptr, out_position_ptr, slot_ptr, out_len_ptr, hidden_ptr,
+    k, first_spare, max_blocks, stride_table, SPARE: tl.constexpr, DEPTH: tl.constexpr, B: tl.constexpr, H: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence): its table with spare blocks, where each step of the chain stands, and the state that it begins with."""
+    seq, num_seqs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    row = tl.load(row_ptr + seq).to(tl.int64)
+    is_real = tl.load(len_ptr + seq) > 0
+    newest = tl.where(is_real, tl.load(position_ptr + seq), 0)
+    num_own, spare = tl.cdiv(newest, B), first_spare + row * SPARE
+    for first in range(0, max_blocks, WIDTH):
+        i = first + tl.arange(0, WIDTH)
+        own = tl.load(table_ptr + seq * stride_table + i, mask=i < tl.minimum(num_own, max_blocks), other=0)
+        block = tl.where(i < num_own, own, spare + tl.minimum(i - num_own, SPARE - 1))
+        tl.store(out_table_ptr + seq * max_blocks + i, block.to(tl.int32), mask=i < max_blocks)
+    for step in range(0, k):
+        position = tl.minimum(tl.maximum(newest - 1 + step, 0), max_blocks * B - 1)
+        at = position // B
+        own = tl.load(table_ptr + seq * stride_table + at, mask=at < num_own, other=0)
+        block = tl.where(at < num_own, own, spare + tl.minimum(at - num_own, SPARE - 1))
+        tl.store(out_position_ptr + step * num_seqs + seq, position)
+        tl.store(slot_ptr + step * num_seqs + seq, tl.where(is_real, block.to(tl.int64) * B + position % B, -1))
+        tl.store(out_len_ptr + step * num_seqs + seq, tl.where(is_real, position + 1, 0).to(tl.int32))
+    place = row * DEPTH + tl.maximum(newest - 1, 0) % DEPTH
+    for first in range(0, H, WIDTH):
+        i = first + tl.arange(0, WIDTH)
+        tl.store(hidden_ptr + seq * H + i, tl.load(kept_ptr + place * H + i, mask=i < H), mask=i < H)
+
+
+def start_chain(
+    batch: ForwardBatch, k: int, kept: KeptStates, block_size: int, first_spare: int, num_spare: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `head_runner.chain_start` does. Sequences of padding have tables and states of any value."""
+    (num_seqs, max_blocks), hidden, on = batch.block_tables.shape, kept.hidden.shape[2], batch.positions.device
+    assert batch.rows is not None
+    positions, slots = torch.empty(2, k, num_seqs, dtype=torch.int64, device=on)
+    lens = torch.empty(k, num_seqs, dtype=torch.int32, device=on)
+    tables = torch.empty(num_seqs, max_blocks, dtype=torch.int32, device=on)
+    states = kept.hidden.new_empty(num_seqs, hidden)
+    chain_start_kernel[(num_seqs,)](
+        batch.seq_lens, batch.positions, batch.rows, batch.block_tables, kept.hidden, tables, positions, slots, lens, states,
+        k, first_spare, max_blocks, batch.block_tables.stride(0), SPARE=num_spare, DEPTH=kept.hidden.shape[1], B=block_size,
+        H=hidden, WIDTH=min(1024, triton.next_power_of_2(hidden)),
+    )  # fmt: skip
+    return tables, positions, slots, lens, states
 
 
 def pair_up(
