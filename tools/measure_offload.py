@@ -11,6 +11,8 @@ import argparse
 import random
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +21,8 @@ import torch
 
 from folovllm.apps.bench.contenders import random_model
 from folovllm.config import EngineConfig
-from folovllm.electives.kv_transfer.store import STORE, BlockStore, Piece
+from folovllm.electives.kv_transfer.store import STORE, BlockStore, Transfer
+from folovllm.engine.events import BlocksMoved, Event
 from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.sampling_params import SamplingParams
 
@@ -65,10 +68,17 @@ def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
     (store,) = engine.executor.collective_rpc(store_of)
     copies = store._copies
     assert copies is not None
-    pieces = [Piece(i, i, b"", b"") for i in range(min(count, len(store.host)))]
-    num_bytes = len(pieces) * store.block_bytes
-    out = min(seconds_on_card(lambda: copies.save(pieces)) for _ in range(5))
-    into = min(seconds_on_card(lambda: copies.load(pieces)) for _ in range(5))
+    transfers = [Transfer(i, i, b"", b"") for i in range(min(count, len(store.host)))]
+    num_bytes = len(transfers) * store.block_bytes
+
+    def leave() -> None:
+        for i in range(0, len(transfers), copies.room):
+            slots = [each.slot for each in transfers[i : i + copies.room]]
+            copies.gather(slots)
+            copies.send(slots)
+
+    out = min(seconds_on_card(leave) for _ in range(5))
+    into = min(seconds_on_card(lambda: copies.load(transfers)) for _ in range(5))
     return num_bytes / into, num_bytes / out
 
 
@@ -78,6 +88,15 @@ def blocks_by_hash(engine: LLMEngine, hashes: list[int]) -> dict[int, torch.Tens
     (store,) = engine.executor.collective_rpc(store_of)
     found = {block.hash: block.block_id for block in kv.blocks if block.hash is not None}
     return {hash_: store.cache[:, found[hash_]].clone() for hash_ in hashes if hash_ in found}
+
+
+def blocks_moved(events: Sequence[Event]) -> dict[str, int]:
+    """How many blocks of each kind moved."""
+    counts = Counter[str]()
+    for event in events:
+        if isinstance(event, BlocksMoved):
+            counts[f"{event.what}_{event.place}"] += event.num_blocks
+    return counts
 
 
 def first_token(engine: LLMEngine, tokens: list[int]) -> tuple[float, int]:
@@ -120,6 +139,8 @@ def measure_prefix(model: dict[str, Any], gib: int) -> None:
     for seed in range(50, 53):  # kernels are compiled
         first_token(engine, prompt(seed, PREFIX + 17))
     kv: Any = engine.scheduler.kv
+    moved: Counter[str] = Counter()
+    engine.subscribe(lambda events: moved.update(blocks_moved(events)))
     computed, loaded, equal = [], [], True
     for seed in range(5):
         tokens = prompt(seed, PREFIX + 17)
@@ -148,7 +169,7 @@ def measure_prefix(model: dict[str, Any], gib: int) -> None:
         f"    its {num_blocks * per_block / 1e6:,.0f} MB over the link take {bound * 1e3:.1f} ms; bytes are {'equal' if equal else 'NOT EQUAL'}"
     )
     print(
-        f"    the engine thinks: {connector.compute_rate:,.0f} tokens/s computed, {connector.rates['host'] / 1e9:.1f} GB/s from the host; {dict(connector.counters())}"
+        f"    the engine thinks: {connector.compute_rate:,.0f} tokens/s computed, {connector.rates['host'] / 1e9:.1f} GB/s from the host; {dict(moved)}"
     )
     engine.close()
 

@@ -36,6 +36,8 @@ from milestones.tasks import Milestone  # noqa: E402
 
 ZH = "zh"
 MERMAID = "assets/mermaid/mermaid.tiny.js"
+DOWNWARDS = re.compile(r'(<pre class="mermaid"><code>)(?=flowchart T[DB])')
+TIGHT = '%%{init: {"flowchart": {"rankSpacing": 16, "nodeSpacing": 24, "padding": 6}}}%%\n'  # on one screen
 TOUCH = "assets/touch.js"
 RECORDINGS = "assets/recordings"
 OVERVIEW = re.compile(r'<p><img[^>]*src="[^"]*assets/overview\.svg"[^>]*></p>')
@@ -114,6 +116,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     The theme would fetch that script from the web; it does not where `mermaid` is there already.
     """
     if '<pre class="mermaid">' in content:
+        content = DOWNWARDS.sub(lambda match: match[1] + html.escape(TIGHT), content)
         content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
     if '<div class="touch"' in content:
         content += f'\n<script src="{get_relative_url(TOUCH, page.url)}"></script>'

@@ -252,6 +252,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/kv_transfer/offload.py", "", "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"),
         ("electives/kv_transfer/index.py", "", "v1/kv_offload/cpu/manager.py"),
         ("electives/kv_transfer/store.py", "", "v1/kv_offload/cpu/gpu_worker.py"),
+        ("electives/kv_transfer/rank_cache.py", "", ""),
         ("electives/kv_transfer/kernels/pieces.py", "", "v1/kv_offload/cpu/swap_blocks_triton.py"),
         ("electives/kv_transfer/disk.py", "", "v1/kv_offload/tiering/fs/io.py"),
         ("electives/kv_transfer/wire.py", "", "distributed/kv_transfer/kv_connector/v1/nixl/metadata.py"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from folovllm.request import Sequence
@@ -10,8 +10,6 @@ from folovllm.step.schedule import SchedulerOutput
 
 if TYPE_CHECKING:
     from folovllm.cache.block_manager import Block
-
-Finished = tuple[Collection[int], Mapping[int, int]]  # what `get_finished` returns
 
 
 class KVConnector:
@@ -42,13 +40,13 @@ class KVConnector:
     def build_connector_meta(self, output: SchedulerOutput) -> None:
         """Tell the workers what to read and write before the step `output`, which may be empty. Called once a step."""
 
-    def get_finished(self) -> Finished:
-        """What has ended since the last time: sequences (`seq_id`) whose K/V was sent, and those whose K/V was to come, each with
-        the number of new tokens that did, in whole blocks from the first on. The rest is computed.
+    def get_finished(self) -> Mapping[int, int]:
+        """Loads that have ended since the last time: by `seq_id` the number of new tokens that came, in whole blocks from the
+        first on. The rest is computed.
 
         No K/V of older weights may count (`reset`, and `PrefixCache.root`).
         """
-        return (), {}
+        return {}
 
     def block_evicted(self, block: Block) -> None:
         """A cached block is about to be overwritten by the coming step; it still has its hash and its tokens."""
@@ -64,10 +62,6 @@ class KVConnector:
 
     def reset(self) -> None:
         """All cached prefixes are forgotten, as after a change of weights: nothing of before may be found again."""
-
-    def counters(self) -> Mapping[str, float]:
-        """What is counted, by the names of the metrics."""
-        return {}
 
     def close(self) -> None:
         """The engine ends: its executor is still there. Give back what was taken."""

@@ -100,8 +100,7 @@ class ConnectedScheduler:
 
     def _take_in(self) -> None:
         """Let requests wait again whose K/V has come, as far as it did."""
-        _, received = self.connector.get_finished()
-        for seq_id, num_tokens in received.items():
+        for seq_id, num_tokens in self.connector.get_finished().items():
             if (seq := self._loading.pop(seq_id, None)) is not None:  # else it was aborted
                 seq.num_computed_tokens += num_tokens
                 self.kv.cache_blocks(seq)

@@ -13,7 +13,7 @@ import pytest
 from milestones.manifest import Course
 from tests.project.test_floors import ELECTIVES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("milestones", "tests", "tools", "pyproject.toml", "README.md")

@@ -88,6 +88,7 @@ def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None
             )
     english = {
         ".": 1,
+        "1_offline_inference": 1,
         "2_continuous_batching": 2,
         "3_paged_kv": 2,
         "6_speed_and_scale": 1,

@@ -24,7 +24,6 @@ MEASURED = scenes()["milestones"].files
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
 def test_the_engine_still_does_the_same() -> None:
     """In a process of its own: sequences are counted from 0, and no test has read the clock. Times may differ."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | {"FOLOVLLM_MINE": ""}

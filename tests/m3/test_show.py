@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from folovllm.apps.cli import main
-from folovllm.apps.cli.show import draw_pool
+from folovllm.apps.cli.show import StepPrinter, draw_pool
 from folovllm.apps.inspector.watcher import Watcher
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
@@ -80,3 +80,14 @@ def test_each_step_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [line.split()[1] for line in shown if line.startswith("step ")]
     assert shown[0].startswith("step 0 "), "a pool stands under the step that left it so"
     assert steps == [str(i) for i in range(len(steps))] and len(steps) >= 6
+
+
+def test_a_line_of_the_pool_is_printed_when_it_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A token that fills no new block and ends none changes no line."""
+    engine = started(9)
+    engine.subscribe(StepPrinter())
+    pictures = []
+    for _ in range(4):
+        engine.step()
+        pictures.append([line for line in capsys.readouterr().err.splitlines() if not line.startswith("step")])
+    assert [len(lines) for lines in pictures] == [1, 0, 1, 1]

@@ -159,7 +159,8 @@ class TestAnswers:
         visit.ask("First", "Fine.")
         streamed = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
         first = {"messages": [{"role": "user", "content": "First"}], "model": "little", "max_tokens": 1024}
-        assert asked[0] == first | streamed
+        assert 0 <= asked[0]["seed"] < 2**31, "without one nobody could have the answer again"
+        assert asked[0] == first | streamed | {"seed": asked[0]["seed"]}
         given = {"temperature": "0.5", "top_p": "0.9", "top_k": "7", "min_p": "0.05", "max_tokens": "33", "seed": "4"}
         given["system"] = "Be brief."
         visit.settings(**given)
@@ -204,13 +205,14 @@ class TestAnswers:
 
 class TestWatching:
     def test_an_answer_in_the_inspector(self, watched: Background, browser: Browser) -> None:
-        """It is asked for again while the inspector looks on, which shows this request and no other."""
+        """It is given again, by its seed, while the inspector looks on, which shows this request and no other."""
         visit = Visit(browser, watched.url, bypass_csp=True)  # else waiting for the inspector is refused as "eval"
-        visit.settings(temperature="0", max_tokens="20")
+        visit.settings(temperature="1", max_tokens="20")
         idea = visit.page.locator(".ideas button").first
         question = idea.inner_text()
         idea.click()
         answer = visit.answer()
+        visit.settings(temperature="0", max_tokens="5")  # of answers to come, and not of this one
         with visit.page.expect_popup() as opening:
             visit.page.get_by_role("button", name="Watch").click()
         page = opening.value
@@ -227,6 +229,7 @@ class TestWatching:
     def test_without_an_inspector_nothing_can_be_watched(self, visit: Visit) -> None:
         visit.ask("Hello", "Hi.")
         assert not visit.page.get_by_role("button", name="Watch").is_visible()
+        assert visit.page.get_by_text("folovllm serve --inspector").is_visible()
 
 
 class TestErrors:

@@ -69,6 +69,12 @@ def test_a_damaged_checkpoint_is_refused_before_any_work(damage: str, tmp_path: 
     assert not (tmp_path / "out").exists(), "nothing is written for a model that cannot be quantised"
 
 
+def test_a_configuration_of_no_model(tmp_path: Path) -> None:
+    model = changed(tmp_path / "model", lambda t: None, rope_parameters={"rope_theta": "default"})
+    with pytest.raises(ValueError, match="cannot read the model in"):
+        to_int8(model, tmp_path)
+
+
 def test_a_copy_of_the_tied_head_does_no_harm(tmp_path: Path) -> None:
     model = changed(tmp_path / "model", lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
     to_int8(model, tmp_path)

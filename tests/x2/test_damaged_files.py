@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM
@@ -13,8 +14,9 @@ from folovllm.models.files import UnreadableFile, reading
 from tests.fuzz_files import FORMATS, fuzz
 from tests.helpers import tiny_checkpoint
 from tests.x2.quantized import BYTE_KINDS as KINDS
-from tests.x2.quantized import write_quantized
+from tests.x2.quantized import tiny, write_quantized
 
+NORM = "model.layers.2.self_attn.q_norm.weight"
 VARIANTS = ("gptq-sorted", "compressed-tensors-8")
 
 
@@ -69,3 +71,13 @@ def test_fp8_without_scales(kind: str, model_impl: str, tmp_path: Path) -> None:
     save_file(tensors, coded / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks .*scale"):
         LLM(str(coded), milestone="m1", model_impl=model_impl, device="cpu", use_tqdm=False)
+
+
+def test_a_norm_in_fp8(tmp_path: Path) -> None:
+    """No scale belongs to it, and transformers' models end within a step."""
+    coded, _ = write_quantized(tiny(), tmp_path, *KINDS["fp8 blocks"])
+    tensors = load_file(coded / "model.safetensors")
+    tensors[NORM] = tensors[NORM].to(torch.float8_e4m3fn)
+    save_file(tensors, coded / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks the scale of '{NORM}'"):
+        LLM(str(coded), milestone="m1", model_impl="hf", device="cpu", use_tqdm=False)

@@ -337,6 +337,7 @@ def test_a_head_that_does_not_fit_is_refused_before_weights_are_loaded(
     [
         ({}, {"method": "mtp"}, "Qwen3ForCausalLM has none"),
         ({}, {"method": "eagle3"}, '"eagle3" needs a head'),
+        ({}, {"method": "eagle3", "model": 5}, "must be a text, not 5"),
         ({}, {"method": "mtp", "model": "x"}, "no other method takes one"),
         ({}, {"method": "eagle3+draft_model", "model": "x"}, "do not work together"),
         ({"milestone": "m1"}, {"method": "mtp"}, "steps of several tokens"),

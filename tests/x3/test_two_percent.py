@@ -276,3 +276,34 @@ def test_between_stories_and_grammars_neither_spoils_the_other() -> None:
         won += seconds - drafting.serve([copied(turn, 320)], 150)
     assert lost < 0.02 * whole + 12 * AdaptiveLength.SLACK * PLAIN.seconds[0], "what was won may be lost in each turn"
     assert won > 0.3 * plain_of_grammars
+
+
+class Knows(Proposer):
+    """A head that is always right."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        n = len(state.token_ids)
+        return self.texts[state.seq_id][n : n + k]
+
+
+class SlowHost(Served):
+    """An engine whose host works for each sequence with a draft while the device stands still: no measurement at the start tells that."""
+
+    A_SEQUENCE = 0.4 * MS
+
+    def collect(self, step: tuple[SchedulerOutput, list[Sequence]] | None) -> None:
+        if step is not None:
+            self.clock.now += self.A_SEQUENCE * sum(scheduled.num_samples > 1 for scheduled in step[0].scheduled_seqs)
+        super().collect(step)
+
+
+def test_drafts_that_are_right_and_take_too_long_lose_under_two_percent() -> None:
+    plain, knows = Served(8), Knows()
+    drafting = SlowHost(8, draft=knows)
+    knows.texts = drafting.texts
+    texts = [story(i, 245) for i in range(240)]
+    lost = drafting.serve(texts, 45) / plain.serve(texts, 45)
+    assert drafting.speculation.num_accepted > 0 and lost < 1.02

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from folovllm.cache.block_manager import Block
-from folovllm.cache.connector import Finished, KVConnector
+from folovllm.cache.connector import KVConnector
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.executor.abstract import Executor
 from folovllm.request import Sequence
@@ -56,7 +56,7 @@ class DictConnector(KVConnector):
         self.evicted.clear()
         self.steps += 1
 
-    def get_finished(self) -> Finished:
+    def get_finished(self) -> dict[int, int]:
         done = {seq_id: load for seq_id, load in self.loads.items() if load[0] <= self.steps}
         size = self.kv.block_size
         for seq_id, (_, seq, block_ids) in done.items():
@@ -66,7 +66,7 @@ class DictConnector(KVConnector):
             for i, block_id in enumerate(block_ids, first):
                 self.cache[:, :, block_id] = self.saved[self.kv.prefix_cache._hash(seq, i)][0]
             self.num_loaded += len(block_ids)
-        return (), {seq_id: len(block_ids) * size for seq_id, (_, _, block_ids) in done.items()}
+        return {seq_id: len(block_ids) * size for seq_id, (_, _, block_ids) in done.items()}
 
     def request_finished(self, seq: Sequence, block_ids: list[int]) -> None:
         self.loads.pop(seq.seq_id, None)

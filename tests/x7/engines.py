@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from folovllm.config import EngineConfig
+from folovllm.engine.events import BlocksMoved, Event
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.llm_engine import make_engine as make_any_engine
 from folovllm.sampling_params import SamplingParams
@@ -21,8 +24,23 @@ SMALL: dict[str, Any] = {"num_kv_blocks": 24, "max_num_batched_tokens": 24}
 ROOMY: dict[str, Any] = {"num_kv_blocks": 400, "max_num_batched_tokens": 24}
 
 
+COUNTS: WeakKeyDictionary[LLMEngine, Counter[str]] = WeakKeyDictionary()
+
+
 def make_engine(**overrides: Any) -> LLMEngine:
-    return make_any_engine(EngineConfig(**{"model": str(tiny_checkpoint()), **FIELDS, **overrides}))
+    """An engine whose moved blocks are counted."""
+    engine = make_any_engine(EngineConfig(**{"model": str(tiny_checkpoint()), **FIELDS, **overrides}))
+    if "kv_offload" in overrides:
+        counts: Counter[str] = Counter()
+        COUNTS[engine] = counts
+
+        def count(events: Sequence[Event]) -> None:
+            for event in events:
+                if isinstance(event, BlocksMoved):
+                    counts[f"{event.what}_{event.place}"] += event.num_blocks
+
+        engine.subscribe(count)
+    return engine
 
 
 def rounds() -> list[list[Request]]:
@@ -51,5 +69,5 @@ def settle(engine: LLMEngine) -> None:
 
 
 def poison(block_ids: Sequence[int], cache: torch.Tensor) -> None:
-    """Fill blocks of a cache [2L, N, bytes] with bits that are no number in any float dtype."""
-    cache[:, list(block_ids)] = 0xFF
+    """Fill blocks of a cache [2L, N, words] with bits that are no number in any float dtype."""
+    cache[:, list(block_ids)] = -1

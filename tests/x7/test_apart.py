@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.electives.kv_transfer import decode, prefill, wire
-from folovllm.electives.kv_transfer.blocks import runner_of
+from folovllm.electives.kv_transfer import decode, prefill, segment, wire
+from folovllm.electives.kv_transfer.rank_cache import runner_of
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.sampling_params import SamplingParams
 from tests.x7.pair import GREEDY, PROMPTS, SEEDED, TEXT, Between, Pair, pair
@@ -172,8 +172,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(run: Run, apart: Pair, w
 
 def test_many_at_once_under_pressure_in_many_pieces(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of the one that answers holds less than a third of what comes: blocks are evicted, sequences are preempted."""
-    monkeypatch.setattr(prefill, "LONGEST_PIECE", 400_000)  # four blocks
-    monkeypatch.setattr(decode, "IMPORTED", 200_000)
+    monkeypatch.setattr(segment, "MOST_BYTES", 400_000)  # four blocks
 
     async def compare() -> None:
         async with pair(num_kv_blocks=36) as both:
@@ -191,9 +190,8 @@ def test_many_at_once_under_pressure_in_many_pieces(run: Run, monkeypatch: pytes
 def test_strangers_hold_nothing_up(run: Run, apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """They send nothing, rubbish, a length that is too large, half a message, or ask for what is no prompt."""
     monkeypatch.setattr(prefill, "PATIENCE", 0.5)
-    hello = wire.pack(wire.Hello(b"1" * 16), b"", b"client" + bytes(8))
-    too_long = wire.HEAD.pack(wire.MAGIC, 2**31, bytes(32)) + bytes(9)
-    rubbish = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, too_long, hello[:-1], hello)
+    hello = wire.MAGIC + b"1" * 16
+    rubbish = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, hello[:-1], hello, hello + bytes(32))
     no_prompts = ((b"123", 0), (bytes(64), 1), (bytes(64), -1), (b"", 0), (b"\xff" * 64, 0), (bytes(64 * 40), 0))
 
     async def disturb() -> None:
@@ -202,15 +200,21 @@ def test_strangers_hold_nothing_up(run: Run, apart: Pair, monkeypatch: pytest.Mo
             strangers.append(await asyncio.open_connection("127.0.0.1", apart.port))
             strangers[-1][1].write(data)
         assert (await apart.answer(TEXT, cache_salt=next(salts)))[1] == 176
-        layout, _, _ = await prefill.look_up(apart.prefill)
+        layout, _ = await prefill.look_up(apart.prefill)
         for token_ids, first in no_prompts:
             reader, writer = await asyncio.open_connection("127.0.0.1", apart.port)
             peer = wire.Connection(reader, writer, b"", is_server=False)
             await peer.greet()
             await peer.send(wire.Ask(layout, token_ids, first, None))
             with pytest.raises(wire.WireError, match=r"asks for|token id|context"):
-                await peer.receive(wire.Piece)
+                await peer.receive(wire.Blocks)
             writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", apart.port)
+        await (peer := wire.Connection(reader, writer, b"", is_server=False)).greet()
+        writer.write((2**31).to_bytes(4, "little") + bytes(9))
+        with pytest.raises(wire.WireError, match="announces 2147483648 bytes"):
+            await peer.receive(wire.Blocks)
+        writer.close()
         async with asyncio.timeout(10):
             while apart.server._peers:
                 await asyncio.sleep(0.05)

@@ -25,7 +25,7 @@ from folovllm.engine.events import BlocksMoved, Event
 from folovllm.engine.llm_engine import LLMEngine
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import Request, assert_nothing_left, serve
-from tests.x7.engines import PLAIN, ROOMY, SMALL, answers, connector_of, make_engine, poison, rounds, settle
+from tests.x7.engines import COUNTS, PLAIN, ROOMY, SMALL, answers, connector_of, make_engine, poison, rounds, settle
 
 OFFLOAD = {"kv_offload": "4MiB"}
 
@@ -35,12 +35,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks that were saved, and those that a load is to fill, hold no numbers: who reads them too early is found out."""
     start = stores.BlockStore.start_load_kv
 
-    def start_load_kv(self: stores.BlockStore, meta: stores.Meta) -> None:
+    def start_load_kv(self: stores.BlockStore, meta: stores.ConnectorMetadata) -> None:
         loads, meta.loads = meta.loads, {}
         start(self, meta)
-        poison([piece.block_id for piece in meta.saves.values()], self.cache)
-        poison([piece.block_id for pieces in loads.values() for piece in pieces], self.cache)
-        start(self, stores.Meta(loads=loads))
+        poison(meta.evicted, self.cache)
+        poison([each.block_id for transfers in loads.values() for each in transfers], self.cache)
+        start(self, stores.ConnectorMetadata(loads=loads))
 
     monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
     yield
@@ -73,7 +73,7 @@ def test_every_answer_is_that_of_a_cache_with_room(case: str, tmp_path: Path) ->
     more = {"kv_offload_dir": str(tmp_path)} if has_disk else {}
     engine, expected = make_engine(**SMALL | OFFLOAD | fields | more), make_engine(**ROOMY | fields)
     check(engine, expected)
-    counts = connector_of(engine).counters()
+    counts = COUNTS[engine]
     assert counts["offloaded_host"] > 20
     if not case.startswith("little"):  # there the disk cannot keep up
         assert counts["loaded_host"] > 8
@@ -115,7 +115,7 @@ def test_a_file_that_lies_is_a_miss_and_goes(tmp_path: Path, lie: str) -> None:
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert {output.num_cached_tokens for output in outputs} == {0}
     assert_nothing_left(again)
-    assert connector_of(again).counters()["lost_disk"] > 0 and not connector_of(again)._loads
+    assert COUNTS[again]["lost_disk"] > 0 and not connector_of(again)._loads
 
 
 def test_a_disk_that_breaks_ends_the_disk_alone(
@@ -218,13 +218,13 @@ def test_one_transfer_serves_all_who_wait_for_it() -> None:
     engine, (first, others, *_) = make_engine(milestone="m6", **SMALL, **OFFLOAD), rounds()
     expected = answers(engine, first[:1])[0]
     answers(engine, others)
-    before = connector_of(engine).counters()["loaded_host"]
+    before = COUNTS[engine]["loaded_host"]
     for i in range(3):
         engine.add_request(str(i), first[0].prompt, first[0].params, stream=False)
     outputs = [output for _ in range(200) for output in engine.step()]
     assert [list(output.outputs[0].token_ids) for output in outputs] == [expected] * 3
     assert {output.num_cached_tokens for output in outputs} == {24}
-    assert connector_of(engine).counters()["loaded_host"] - before == 6
+    assert COUNTS[engine]["loaded_host"] - before == 6
 
 
 def test_salts_are_kept_apart() -> None:
@@ -275,8 +275,11 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
     assert_nothing_left(engine)
     settle(engine)
     connector, index = connector_of(engine), connector_of(engine)._host
-    assert not connector._loads and not index._holds and not index._orphans
-    assert connector.counters()["loaded_host"] > 0
+    assert not connector._loads and not any(entry.holds for entry in index._entries.values())
+    assert sorted([*index._free, *(entry.slot for entry in index._entries.values())]) == list(
+        range(len(index._free) + len(index._entries))
+    )
+    assert COUNTS[engine]["loaded_host"] > 0
     engine.close()
 
 
@@ -287,7 +290,7 @@ def test_listeners_hear_what_moves(tmp_path: Path) -> None:
     engine.history = []
     check(engine, make_engine(milestone="m6", **ROOMY))
     connector = connector_of(engine)
-    moved, counts = [event for event in heard if isinstance(event, BlocksMoved)], connector.counters()
+    moved, counts = [event for event in heard if isinstance(event, BlocksMoved)], COUNTS[engine]
     assert counts["offloaded_host"] and counts["loaded_host"]
     for name, count in counts.items():
         assert sum(event.num_blocks for event in moved if f"{event.what}_{event.place}" == name) == count, name
@@ -307,7 +310,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     engine = make_engine(**SMALL, **OFFLOAD, **fields, kv_offload_dir=str(tmp_path))
     expected = make_engine(**ROOMY, **fields)
     check(engine, expected)
-    assert connector_of(engine).counters()["loaded_host"] > 8
+    assert COUNTS[engine]["loaded_host"] > 8
     engine.close()
     again = make_engine(**SMALL, **OFFLOAD, **fields, kv_offload_dir=str(tmp_path))
     outputs = serve(again, rounds()[0])
@@ -321,14 +324,14 @@ def test_slots_are_held_while_something_moves() -> None:
     index = HostIndex(2)
     (a, gone), (b, _) = index.put(b"a", b"1"), index.put(b"b", b"2")
     assert a is not None and b is not None and gone is None
-    index.hold(a.slot)
+    index.hold(a)
     c, gone = index.put(b"c", b"3")
     assert c is not None and gone == b"b" and c.slot == b.slot
-    index.hold(c.slot)
+    index.hold(c)
     assert index.put(b"d", b"4") == (None, None)
     index.drop(b"a")
     assert index.put(b"d", b"4") == (None, None)
-    index.release(a.slot)
+    index.release(a)
     d, gone = index.put(b"d", b"4")
     assert d is not None and d.slot == a.slot and gone is None
 
@@ -337,14 +340,19 @@ WRONG: dict[str, dict[str, Any]] = {
     "kv_offload must be a number of bytes": {"kv_offload": "much"},
     "kv_offload_dir needs memory on the way": {"kv_offload_dir": "somewhere"},
     "more than this machine's memory": {"kv_offload": "900TiB"},
+    r"must be a number of bytes, .* not '9999": {"kv_offload": "9" * 400},
+    "kv_offload holds no block": {"kv_offload": "1B"},
+    "kv_offload_dir_size holds no block": {**OFFLOAD, "kv_offload_dir": "DIR", "kv_offload_dir_size": "1B"},
+    r"nothing can be written to '\\x00": {**OFFLOAD, "kv_offload_dir": "\0"},
     "takes what the prefix cache evicts": {"kv_offload": "1M", "enable_prefix_caching": False},
 }
 
 
 @pytest.mark.parametrize("sentence", WRONG)
-def test_a_bad_option_is_refused_in_a_sentence(sentence: str) -> None:
+def test_a_bad_option_is_refused_in_a_sentence(sentence: str, tmp_path: Path) -> None:
+    fields = {name: str(tmp_path) if value == "DIR" else value for name, value in WRONG[sentence].items()}
     with pytest.raises(ValueError, match=sentence):
-        make_engine(milestone="m6", **ROOMY, **WRONG[sentence])
+        make_engine(milestone="m6", **ROOMY, **fields)
 
 
 def test_models_with_states_and_windows_are_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 from folovllm.electives.kv_transfer import store as stores
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left
-from tests.x7.engines import PLAIN, answers, connector_of, make_engine, poison, rounds, settle
+from tests.x7.engines import COUNTS, PLAIN, answers, connector_of, make_engine, poison, rounds, settle
 
 pytestmark = pytest.mark.gpu
 FIELDS: dict[str, Any] = {
@@ -37,19 +37,20 @@ def test_bytes_leave_and_come_back_as_they_were(dtype: str) -> None:
     (store,) = engine.executor.collective_rpc(store_of)
     copies, cache = store._copies, store.cache
     assert copies is not None
-    pieces = [
-        stores.Piece(slot, block, b"", b"")
+    transfers = [
+        stores.Transfer(slot, block, b"", b"")
         for slot, block in zip(random.sample(range(len(store.host)), 250), random.sample(range(300), 250), strict=True)
     ]
-    cache.random_(0, 256)
+    cache.random_(-(2**31), 2**31 - 1)
     before = cache.clone()
-    copies.save(pieces)
-    poison([piece.block_id for piece in pieces], cache)
+    copies.gather([each.block_id for each in transfers])
+    copies.send([each.slot for each in transfers])
+    poison([each.block_id for each in transfers], cache)
     targets = random.sample(range(300), 250)
     expected = cache.clone()
-    expected[:, targets] = before[:, [piece.block_id for piece in pieces]]
-    _, done = copies.load([piece._replace(block_id=target) for piece, target in zip(pieces, targets, strict=True)])
-    copies.let_steps_wait(done)
+    expected[:, targets] = before[:, [each.block_id for each in transfers]]
+    _, done = copies.load([each._replace(block_id=target) for each, target in zip(transfers, targets, strict=True)])
+    torch.cuda.current_stream().wait_event(done)
     assert torch.equal(cache, expected)
     engine.close()
 
@@ -61,11 +62,11 @@ def test_answers_are_those_of_a_cache_with_room(
     """Fixed shapes would make it bitwise; here a near tie may fall otherwise, so K/V are compared where they come back."""
     start = stores.BlockStore.start_load_kv
 
-    def start_load_kv(self: stores.BlockStore, meta: stores.Meta) -> None:
+    def start_load_kv(self: stores.BlockStore, meta: stores.ConnectorMetadata) -> None:
         loads, meta.loads = meta.loads, {}
         start(self, meta)
-        poison([piece.block_id for pieces in loads.values() for piece in pieces], self.cache)
-        start(self, stores.Meta(loads=loads))
+        poison([each.block_id for transfers in loads.values() for each in transfers], self.cache)
+        start(self, stores.ConnectorMetadata(loads=loads))
 
     monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
     more = {"kv_offload_dir": str(tmp_path)} if has_disk else {}
@@ -76,7 +77,7 @@ def test_answers_are_those_of_a_cache_with_room(
     for requests in longer:
         assert answers(engine, requests) == answers(expected, requests)
         assert_nothing_left(engine)
-    assert connector_of(engine).counters()["loaded_host"] > 8
+    assert COUNTS[engine]["loaded_host"] > 8
     engine.close()
     expected.close()
 
@@ -101,5 +102,7 @@ def test_aborts_at_any_moment() -> None:
             aborted.add(engine.abort_request(rng.choice(engine.request_ids)).request_id)
     assert all(tokens == expected[int(number)] for number, tokens in done.items() if number not in aborted)
     settle(engine)
-    assert not connector_of(engine)._loads and not connector_of(engine)._host._holds
+    assert not connector_of(engine)._loads and not any(
+        entry.holds for entry in connector_of(engine)._host._entries.values()
+    )
     engine.close()

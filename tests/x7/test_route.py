@@ -227,6 +227,10 @@ def test_a_client_that_leaves_ends_its_request_at_the_server(is_answering: bool)
             "needs a cache of prefixes",
         ),
         (["route", "--decode", "a:1"], "begins with http://"),
+        (["route", "--decode", "http://"], "begins with http:// and names a host"),
+        (["route", "--decode", "http://a:65536"], "begins with http:// and names a host"),
+        (["route", "--decode", "http://a", "--port", "65536"], "cannot listen at 127.0.0.1:65536"),
+        (["route", "--decode", "http://127.0.0.1:8080"], "cannot be a server, too"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_served(
@@ -242,6 +246,6 @@ def test_what_cannot_be_is_said_before_anything_is_served(
 def test_addresses_of_peers() -> None:
     assert address_of("[::1]:80") == ("::1", 80)
     assert address_of("host:0") == ("host", 0)
-    for wrong in ("", "host", ":1", "host:", "host:x", "host:65536", "host:-1", "host:²"):
+    for wrong in ("", "host", ":1", "host:", "host:x", "host:65536", "host:-1", "host:²", "a b:1", "host:000001"):
         with pytest.raises(ValueError, match="HOST:PORT"):
             address_of(wrong)

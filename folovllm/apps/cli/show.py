@@ -18,10 +18,12 @@ FREE, SHARED = "·", "#"
 
 
 class StepPrinter:
-    """A listener that prints on stderr: a line for each step that ended, with overlap none, one or two, and under them the pool."""
+    """A listener that prints on stderr: a line for each step that ended, with overlap none, one or two, and under them the lines of
+    the pool that changed."""
 
     def __init__(self) -> None:
         self._log, self._watcher = StepLog(), Watcher()
+        self._printed: list[Text] = []
 
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Print what happened."""
@@ -30,8 +32,11 @@ class StepPrinter:
         steps = self._log.take()
         for stats in steps:
             stderr().print(step_line(stats), style="dim", soft_wrap=True)
-        if steps and (pool := draw_pool(self._watcher)):
-            stderr().print(pool, soft_wrap=True)
+        pool = draw_pool(self._watcher).split() if steps else self._printed
+        for line in pool:
+            if line.plain and line not in self._printed:
+                stderr().print(line, soft_wrap=True)
+        self._printed = list(pool)
 
 
 def step_line(stats: StepStats) -> str:

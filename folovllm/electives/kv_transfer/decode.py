@@ -10,29 +10,16 @@ import asyncio
 import logging
 import time
 
-import msgspec
 import numpy as np
 
-from folovllm.electives.kv_transfer.blocks import Blocks, block_keys
-from folovllm.electives.kv_transfer.prefill import NUM_SEGMENTS, SENT, Engine, Segments, call, look_up
-from folovllm.electives.kv_transfer.segment import START, open_segment
-from folovllm.electives.kv_transfer.wire import (
-    SHORT,
-    Ask,
-    Connection,
-    Done,
-    Piece,
-    Reply,
-    SegmentRef,
-    WireError,
-    checksum_of,
-)
+from folovllm.electives.kv_transfer import wire
+from folovllm.electives.kv_transfer.prefill import Engine, copy, look_up
+from folovllm.electives.kv_transfer.segment import Segments, open_segment
 from folovllm.request import Request
 
 logger = logging.getLogger("folovllm")
 GREETING = 5.0  # seconds to connect, and to prove who one is
 MOST_WAITING = 64  # prompts that wait for a peer at a time; one beyond is computed here
-IMPORTED = 64 << 20  # bytes that the engine takes in between two steps
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds until a lost peer is asked again
 
 
@@ -46,9 +33,7 @@ class PrefillClient:
 
     def __init__(self, engine: Engine, host: str, port: int, secret: bytes, seconds: float) -> None:
         self._engine, self._host, self._port, self._secret, self._seconds = engine, host, port, secret, seconds
-        self._peer = f"{host}:{port}"
         self._num_waiting = 0
-        self._mapped: dict[SegmentRef, memoryview] = {}  # the peer's segments that this process sees
         self._num_failures, self._retry_at = 0, 0.0  # in a row; no request is brought before this time
 
     async def start(self) -> None:
@@ -57,7 +42,6 @@ class PrefillClient:
 
     def close(self) -> None:
         """Give back the shared memory."""
-        self._mapped.clear()
         self._segments.close()
 
     async def bring(self, request: Request) -> None:
@@ -76,73 +60,59 @@ class PrefillClient:
         self._num_waiting += 1
         try:
             async with asyncio.timeout(self._seconds):
-                await self._transfer(token_ids, request.cache_salt)
+                await self._transfer(token_ids, request.cache_salt, num_blocks)
             self._num_failures, self._retry_at = 0, 0.0
         except Exception as error:  # it died, is slow, refuses or lies; or the engine takes nothing, which the request will hear itself
             pause = min(FIRST_PAUSE * 2**self._num_failures, LONGEST_PAUSE)
             self._num_failures, self._retry_at = self._num_failures + 1, time.monotonic() + pause
-            why = str(error) or type(error).__name__
-            logger.warning("prompts are computed here for %g s: the peer at %s failed (%s)", pause, self._peer, why)
+            peer, why = f"{self._host}:{self._port}", str(error) or type(error).__name__
+            logger.warning("prompts are computed here for %g s: the peer at %s failed (%s)", pause, peer, why)
         finally:
             self._num_waiting -= 1
 
-    async def _transfer(self, token_ids: bytes, salt: str | None) -> None:
-        """Bring what is not cached yet, piece by piece. Raises OSError, EOFError, ValueError (`WireError` is one) or what the engine raises."""
-        layout, have, root = await look_up(self._engine, token_ids, salt)
-        keys, ask = block_keys(token_ids, layout.block_size, root), Ask(layout, token_ids, have, salt)
-        if have == len(keys):
+    async def _transfer(self, token_ids: bytes, salt: str | None, num_blocks: int) -> None:
+        """Bring what is not cached yet, some blocks at a time. Raises OSError, EOFError, ValueError (`WireError` is one) or what the engine raises."""
+        layout, have = await look_up(self._engine, token_ids, salt)
+        if have == num_blocks:
             return
+        ask = wire.Ask(layout, token_ids, have, salt)
         async with asyncio.timeout(GREETING):
             reader, writer = await asyncio.open_connection(self._host, self._port)
-            peer = Connection(reader, writer, self._secret, is_server=False)
+            peer = wire.Connection(reader, writer, self._secret, is_server=False)
         try:
             async with asyncio.timeout(GREETING):
                 await peer.greet()
                 await peer.send(ask)
-            while isinstance(piece := await peer.receive(Piece, Done, limit=SHORT + 16 * len(token_ids)), Piece):
-                piece.require_sound(ask, have, keys)
-                have = await self._take(peer, piece, ask)
-                is_whole = have == piece.first + len(piece.keys)  # else the cache has no room
-                await peer.send(Reply("next" if is_whole else "nothing"))
+            while isinstance(
+                blocks := await peer.receive(wire.Blocks, wire.Done, limit=wire.SHORT + len(token_ids)), wire.Blocks
+            ):
+                blocks.require_sound(ask, have)
+                have = await self._take(peer, blocks, ask)
+                if have < blocks.end:
+                    return  # the cache has no room
         finally:
             writer.close()
 
-    async def _take(self, peer: Connection, piece: Piece, ask: Ask) -> int:
-        """Check the bytes of a piece, and hand it to the engine. Returns how many blocks of the prompt are cached then."""
-        if (shared := self._shared(piece.memory)) is not None:
-            await check(shared, piece)
-            return await self._import(piece.memory, piece, ask)
-        await peer.send(Reply("bytes"))
+    async def _take(self, peer: wire.Connection, blocks: wire.Blocks, ask: wire.Ask) -> int:
+        """Check the bytes of some blocks, and hand them to the engine. Returns how many blocks of the prompt are cached then."""
+        if (shared := self._shared(blocks.memory)) is not None:
+            have = await self._import(shared, blocks.memory, blocks, ask)
+            await peer.send(wire.Reply("next"))
+            return have
+        await peer.send(wire.Reply("bytes"))
         async with self._segments.one() as segment:
-            for at in range(0, piece.num_bytes, SENT):
-                n = min(SENT, piece.num_bytes - at)
-                segment.data[at : at + n] = await peer.reader.readexactly(n)
-            await check(segment.data, piece)
-            return await self._import(segment.ref, piece, ask)
+            await peer.read_into(segment.data[: blocks.num_bytes])
+            return await self._import(segment.data, segment.ref, blocks, ask)
 
-    def _shared(self, memory: SegmentRef) -> memoryview | None:
+    def _shared(self, memory: wire.SegmentRef) -> memoryview | None:
         """What a segment of the peer's holds; None if it is not seen here, as on another host."""
-        if memory not in self._mapped:
-            if len(self._mapped) == NUM_SEGMENTS:
-                self._mapped.clear()  # of a peer that has ended, most likely
-            try:
-                self._mapped[memory] = memoryview(open_segment(memory))[START:]
-            except WireError:
-                return None
-        return self._mapped[memory]
+        try:
+            return open_segment(memory)
+        except ValueError:
+            return None
 
-    async def _import(self, memory: SegmentRef, piece: Piece, ask: Ask) -> int:
-        """Hand a piece to the engine in parts, since no step runs meanwhile."""
-        end, part = piece.first + len(piece.keys), max(1, IMPORTED // piece.layout.block_bytes)
-        for until in [*range(piece.first + part, end, part), end]:
-            blocks = Blocks(ask.token_ids, ask.salt, piece.first, end, until, memory, piece.layout)
-            have = int(await call(self._engine, "import_blocks", blocks=msgspec.msgpack.encode(blocks)))
-            if have < until:
-                break
-        return min(have, end)
-
-
-async def check(data: memoryview, piece: Piece) -> None:
-    """Raise WireError if the bytes are not those that the peer announced."""
-    if piece.num_bytes > len(data) or await checksum_of(data[: piece.num_bytes]) != piece.checksum:
-        raise WireError("the peer's K/V are damaged: their checksum is another")
+    async def _import(self, data: memoryview, memory: wire.SegmentRef, blocks: wire.Blocks, ask: wire.Ask) -> int:
+        """Raises WireError if the bytes are not those that the peer announced."""
+        if blocks.num_bytes > len(data) or await wire.checksum_of(data[: blocks.num_bytes]) != blocks.checksum:
+            raise wire.WireError("the peer's K/V are damaged: their checksum is another")
+        return await copy(self._engine, "import_blocks", ask, blocks.first, blocks.end, memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import xxhash
 
@@ -12,11 +11,9 @@ from folovllm.engine.setup import EngineSetup
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 HEADER = 1 << 16  # bytes at a weight file's beginning: names, shapes and places of its tensors
+SAMPLES, SAMPLE = 64, 1 << 16  # parts of a weight file that stand for all of it, and their bytes
 # Keywords that change the numbers in the cache.
 NUMERIC = ("quantization", "quantize_activations", "kv_cache_dtype", "calculate_kv_scales", "batch_invariant")
-
-
-SAMPLES, SAMPLE = 64, 1 << 16  # pieces of a weight file that stand for all of it, and their bytes
 
 
 def model_digest(setup: EngineSetup, by_time: bool = True) -> bytes:
@@ -27,25 +24,24 @@ def model_digest(setup: EngineSetup, by_time: bool = True) -> bytes:
     """
     digest = xxhash.xxh3_128()
     for part in parts(setup, by_time):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+        digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
 
 
 def parts(setup: EngineSetup, by_time: bool) -> Iterator[bytes]:
     """What the digest is made of."""
-    config = setup.config
+    config, path = setup.config, setup.path
     fields = {name: value for name, value in setup.hf_config.to_dict().items() if name != "_name_or_path"}
     yield json.dumps(fields, sort_keys=True, default=str).encode()
-    yield json.dumps(
-        [config.tensor_parallel_size, setup.max_model_len, *(str(config.extras.get(name)) for name in NUMERIC)]
-    ).encode()
-    if (file := setup.path / "config.json").is_file():
+    numeric = [str(config.extras.get(name)) for name in NUMERIC]
+    yield json.dumps([config.tensor_parallel_size, setup.max_model_len, *numeric]).encode()
+    if (file := path / "config.json").is_file():
         yield file.read_bytes()
     if config.random_weights:
         yield f"random weights {config.seed} {setup.device.type}".encode()
         return
-    for file in sorted(weight_files(setup.path)):
+    folder = path if path.is_dir() else path.parent
+    for file in sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS):
         info = file.stat()
         yield f"{file.name} {info.st_size} {info.st_mtime_ns if by_time else ''}".encode()
         with file.open("rb") as opened:
@@ -53,9 +49,3 @@ def parts(setup: EngineSetup, by_time: bool) -> Iterator[bytes]:
             for i in range(0 if by_time else SAMPLES):
                 opened.seek(info.st_size * i // SAMPLES)
                 yield opened.read(SAMPLE)
-
-
-def weight_files(path: Path) -> Iterator[Path]:
-    """The files with weights of a model's folder."""
-    folder = path if path.is_dir() else path.parent
-    return (file for file in folder.iterdir() if file.suffix in WEIGHTS)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-MAGIC = b"FOLOKV01"
+MAGIC = b"FOLOKV02"
 NAME = "folovllm-kv"  # of our folder in the user's
 SUFFIX = ".kv"
 STALE = 3600.0  # seconds after which a file that was never completed is nobody's
@@ -54,10 +54,10 @@ def stored_keys(folder: Path, num_ranks: int) -> Iterator[tuple[bytes, int]]:
 
 
 class BlockFiles:
-    """A rank's files, one a block."""
+    """A rank's files, one a block: what it claims to be (`claim`), then its K/V."""
 
-    def __init__(self, folder: Path, rank: int, block_bytes: int) -> None:
-        self._folder, self._rank, self._block_bytes = folder, rank, block_bytes
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
 
     def path(self, key: bytes) -> Path:
         """The file of a block."""
@@ -65,11 +65,10 @@ class BlockFiles:
 
     def write(self, key: bytes, token_ids: bytes, payload: memoryview) -> None:
         """Write a block so that its file is there completely or not at all. Raises OSError: the disk is full or broken."""
-        header = MAGIC + checksum(key, token_ids, payload) + len(token_ids).to_bytes(4, "little") + token_ids
         handle, name = tempfile.mkstemp(prefix="tmp", dir=self._folder)  # mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(header)
+                file.write(claim(key, token_ids, payload))
                 file.write(payload)
             os.replace(name, self.path(key))
         except BaseException:
@@ -79,16 +78,13 @@ class BlockFiles:
 
     def read(self, key: bytes, token_ids: bytes, out: memoryview) -> bool:
         """Read a block into `out`. False if it is not there, or is not what it claims to be: then its file is removed."""
-        header = len(MAGIC) + 16 + 4
         try:
             with self.path(key).open("rb") as file:
-                expected = header + len(token_ids) + self._block_bytes
-                claimed = file.read(header + len(token_ids))
-                right = os.fstat(file.fileno()).st_size == expected and file.readinto(out) == len(out)
+                claimed = file.read(len(MAGIC) + 16 + len(token_ids))
+                is_whole = file.readinto(out) == len(out) and not file.read(1)
         except OSError:
             return False
-        told = MAGIC + checksum(key, token_ids, out) + len(token_ids).to_bytes(4, "little") + token_ids
-        if right and claimed == told:
+        if is_whole and claimed == claim(key, token_ids, out):
             with suppress(OSError):
                 os.utime(self.path(key))  # the oldest go first
             return True
@@ -101,9 +97,8 @@ class BlockFiles:
             self.path(key).unlink()
 
 
-def checksum(key: bytes, token_ids: bytes, payload: memoryview) -> bytes:
-    """16 bytes over a block's name, its tokens and its K/V."""
-    digest = xxhash.xxh3_128(key)
-    digest.update(token_ids)
+def claim(key: bytes, token_ids: bytes, payload: memoryview) -> bytes:
+    """What stands before a block's K/V: a checksum of its key, its tokens and its K/V, and its tokens."""
+    digest = xxhash.xxh3_128(key + token_ids)
     digest.update(payload)
-    return digest.digest()
+    return MAGIC + digest.digest() + token_ids

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """A block in host memory."""
 
-    slot: int
+    key: bytes
     token_ids: bytes
-    is_on_disk: bool = False
+    slot: int
+    holds: int = 0  # transfers from or to the slot
+    is_coming: bool = False  # a load reads it
 
 
 class HostIndex:
@@ -25,48 +27,46 @@ class HostIndex:
     def __init__(self, num_slots: int) -> None:
         self._free = list(reversed(range(num_slots)))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._holds: Counter[int] = Counter()  # by slot
-        self._orphans: set[int] = set()  # slots that are held for a block that is forgotten
 
     def get(self, key: bytes) -> Entry | None:
-        """The block, which counts as used now."""
-        if (entry := self._entries.get(key)) is not None:
-            self._entries.move_to_end(key)
-        return entry
+        """The block, if it is there."""
+        return self._entries.get(key)
+
+    def touch(self, key: bytes) -> None:
+        """A block that is there counts as used now."""
+        self._entries.move_to_end(key)
 
     def put(self, key: bytes, token_ids: bytes) -> tuple[Entry | None, bytes | None]:
         """A slot for a new block, and the key of the block that had to go for it. None if transfers hold every slot."""
         gone = None
         if not self._free:
-            gone = next((key for key, entry in self._entries.items() if not self._holds[entry.slot]), None)
+            gone = next((key for key, entry in self._entries.items() if not entry.holds), None)
             if gone is None:
                 return None, None
             self.drop(gone)
-        entry = self._entries[key] = Entry(self._free.pop(), token_ids)
+        entry = self._entries[key] = Entry(key, token_ids, self._free.pop())
         return entry, gone
 
     def drop(self, key: bytes) -> None:
         """Forget a block, if it is there."""
-        if (entry := self._entries.pop(key, None)) is not None:
-            if self._holds[entry.slot]:
-                self._orphans.add(entry.slot)
-            else:
-                self._free.append(entry.slot)
+        if (entry := self._entries.pop(key, None)) is not None and not entry.holds:
+            self._free.append(entry.slot)
+
+    def entries(self) -> list[Entry]:
+        """All blocks."""
+        return list(self._entries.values())
 
     def clear(self) -> None:
         """Forget all blocks."""
         for key in list(self._entries):
             self.drop(key)
 
-    def hold(self, slot: int) -> None:
-        """A transfer from or to a slot begins."""
-        self._holds[slot] += 1
+    def hold(self, entry: Entry) -> None:
+        """A transfer from or to a block's slot begins."""
+        entry.holds += 1
 
-    def release(self, slot: int) -> None:
-        """It has ended."""
-        self._holds[slot] -= 1
-        if not self._holds[slot]:
-            del self._holds[slot]
-            if slot in self._orphans:
-                self._orphans.remove(slot)
-                self._free.append(slot)
+    def release(self, entry: Entry) -> None:
+        """It has ended. The slot is free if the block was forgotten meanwhile."""
+        entry.holds -= 1
+        if not entry.holds and self._entries.get(entry.key) is not entry:
+            self._free.append(entry.slot)

@@ -42,26 +42,22 @@ class TransferOptions:
         """Raise ValueError where these do not fit the rest of the configuration."""
         if self.kv_offload is None:
             return
-        refused = {
-            "takes what the prefix cache evicts: set enable_prefix_caching=True, or take milestone m5": not config.enable_prefix_caching,
-            "does not go with components of your own: leave builders out": bool(config.builder_names),
-            "decides by time, which differs between the engines under torchrun: start without it": "TORCHELASTIC_RUN_ID"
-            in os.environ,
-        }
-        if why := next((sentence for sentence, holds in refused.items() if holds), None):
-            raise ValueError(f"kv_offload {why}")
+        if not config.enable_prefix_caching:
+            raise ValueError(
+                "kv_offload takes what the prefix cache evicts: set enable_prefix_caching=True, or take milestone m5"
+            )
+        if config.builder_names:
+            raise ValueError("kv_offload does not go with components of your own: leave builders out")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ValueError("kv_offload decides by time, which differs between engines under torchrun: leave that out")
 
     @staticmethod
     def check_model(extras: Mapping[str, Any], hf_config: Any) -> None:
         """Raise ValueError for a model whose prefixes are more than blocks of K/V."""
         if "kv_offload" in extras and num_linear_of(hf_config):
-            raise ValueError(
-                "kv_offload moves K/V, and layers of linear attention keep states: leave it out for this model"
-            )
+            raise ValueError("kv_offload: layers of this model keep states, which do not move: leave it out")
         if "kv_offload" in extras and window_of(hf_config) is not None:
-            raise ValueError(
-                "kv_offload keeps whole prefixes, and this model forgets what is behind its window: leave it out"
-            )
+            raise ValueError("kv_offload: this model forgets what is behind its window: leave it out")
 
 
 def num_bytes(name: str, text: str) -> int:

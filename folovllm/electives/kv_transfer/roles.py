@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from folovllm.electives.kv_transfer.decode import PrefillClient
 from folovllm.electives.kv_transfer.prefill import Engine, PrefillServer
@@ -26,27 +26,23 @@ async def role(engine: Engine, name: str, peer: str, seconds: float) -> AsyncIte
     Raises:
         ValueError: the address is none, or another than this machine's own without a secret; or the engine's K/V cannot travel.
     """
-    host, port = address_of(peer)
-    secret = os.environ.get(SECRET, "").encode()
+    (host, port), secret = address_of(peer), os.environ.get(SECRET, "").encode()
+    if name == "prefill" and not secret and not is_local(host):
+        raise ValueError(f"whoever reaches {peer} could read prompts: set {SECRET} to a secret, or give 127.0.0.1:PORT")
     if name == "prefill":
-        if not secret and not is_local(host):
-            raise ValueError(
-                f"whoever reaches {peer} could read prompts: set {SECRET} to a secret, or give 127.0.0.1:PORT"
-            )
         server = PrefillServer(engine, secret)
-        port = await server.start(host, port)
-        print(f"computing prompts for peers at {host}:{port}", flush=True)
+        print(f"computing prompts for peers at {host}:{await server.start(host, port)}", flush=True)
         try:
             yield None
         finally:
             await server.close()
-        return
-    client = PrefillClient(engine, host, port, secret, seconds)
-    await client.start()
-    try:
-        yield client.bring
-    finally:
-        client.close()
+    else:
+        client = PrefillClient(engine, host, port, secret, seconds)
+        await client.start()
+        try:
+            yield client.bring
+        finally:
+            client.close()
 
 
 def address_of(peer: str) -> tuple[str, int]:
@@ -60,7 +56,6 @@ def address_of(peer: str) -> tuple[str, int]:
 
 def is_local(host: str) -> bool:
     """Whether only this machine can reach an address."""
-    try:
+    with suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return False

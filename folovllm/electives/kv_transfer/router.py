@@ -21,15 +21,9 @@ from starlette.types import Receive, Scope, Send
 from folovllm.electives.kv_transfer.wire import unless
 
 logger = logging.getLogger("folovllm")
-HOP = {
-    "connection",
-    "keep-alive",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "proxy-connection",
-}  # of one connection alone
+# Headers of one connection alone.
+HOP = b"connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split()
+METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]  # HEAD comes with GET
 MOST_BODY = 64 << 20  # bytes; servers have a limit of their own
 CONNECT = 5.0  # seconds
 CLIENT_GONE, UNAVAILABLE = 499, 503
@@ -45,9 +39,9 @@ class Server:
     num_open: int = 0
     failed_at: float = -PAUSE
 
-    def rank(self, now: float) -> tuple[bool, bool, int]:
+    def rank(self) -> tuple[bool, bool, int]:
         """The smallest is asked first."""
-        return now < self.failed_at + PAUSE, self.is_prefill, self.num_open
+        return time.monotonic() < self.failed_at + PAUSE, self.is_prefill, self.num_open
 
 
 class Router:
@@ -56,26 +50,23 @@ class Router:
     def __init__(
         self, decode: list[str], prefill: list[str], transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        self.servers = [Server(url.rstrip("/"), False) for url in decode] + [
-            Server(url.rstrip("/"), True) for url in prefill
-        ]
+        self.servers = [Server(url.rstrip("/"), i >= len(decode)) for i, url in enumerate(decode + prefill)]
         timeout, limits = httpx.Timeout(None, connect=CONNECT), httpx.Limits(max_connections=None)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, transport=transport, trust_env=False)
-        methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]  # HEAD comes with GET
-        self.app = Starlette(routes=[Route("/{path:path}", self.route, methods=methods)])
+        self.app = Starlette(routes=[Route("/{path:path}", self.route, methods=METHODS)])
 
     async def route(self, request: Request) -> Response:
         """Pass a request on, to the first server that answers."""
         body = bytearray()
         try:
-            async for piece in request.stream():
-                body += piece
+            async for part in request.stream():
+                body += part
                 if len(body) > MOST_BODY:
                     return refusal(413, f"the body is longer than {MOST_BODY} bytes")
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         why = ""
-        for server in sorted(self.servers, key=lambda server: server.rank(time.monotonic())):
+        for server in sorted(self.servers, key=Server.rank):
             server.num_open += 1
             try:
                 sending = self._client.send(self._passed_on(server, request, bytes(body)), stream=True)
@@ -96,8 +87,8 @@ class Router:
 
     def _passed_on(self, server: Server, request: Request, body: bytes) -> httpx.Request:
         """The request as it came, its Host header too: the server behind decides who may ask."""
-        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in HOP | {"content-length"}]
-        path = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1")
+        headers = [(name, value) for name, value in request.headers.raw if name not in [*HOP, b"content-length"]]
+        path = request.scope["raw_path"].decode("latin-1")
         query = f"?{request.url.query}" if request.url.query else ""
         return self._client.build_request(request.method, server.url + path + query, headers=headers, content=body)
 
@@ -107,7 +98,7 @@ class Passed(StreamingResponse):
 
     def __init__(self, server: Server, answer: httpx.Response) -> None:
         super().__init__(answer.aiter_raw(), answer.status_code)
-        self.raw_headers = [(k.lower(), v) for k, v in answer.headers.raw if k.decode("latin-1").lower() not in HOP]
+        self.raw_headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in HOP]
         self._server, self._answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,5 +121,5 @@ async def left(request: Request) -> None:
 
 def refusal(status: int, message: str) -> Response:
     """An error as OpenAI's API has it."""
-    error = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error", "param": None}
-    return JSONResponse({"error": error | {"code": "no_server" if status == UNAVAILABLE else None}}, status)
+    kind, code = ("server_error", "no_server") if status == UNAVAILABLE else ("invalid_request_error", None)
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)

@@ -1,79 +1,95 @@
 """Memory that several processes of one host see: K/V go through it from engine to engine, and between a server and its engine.
 
 On Linux it is a file without a name, reached through its owner's process: it goes with the last process that has it, so one
-that is killed leaves nothing behind. Elsewhere it is a temporary file, and K/V go to other engines by socket.
+that is killed leaves nothing behind. Elsewhere it is a temporary file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
-import re
 import secrets
-import stat
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import lru_cache
 
-from folovllm.electives.kv_transfer.wire import LONGEST_PIECE, NONCE, SegmentRef, WireError
+from folovllm.electives.kv_transfer.wire import MOST_BYTES, NONCE, Layout, SegmentRef
 
 START = mmap.PAGESIZE  # the nonce stands before it
-IS_SHARED = hasattr(os, "memfd_create")
-OF_A_PROCESS = re.compile(r"/proc/\d+/fd/\d+", re.ASCII)
+HAS_SEALS = hasattr(os, "memfd_create")
+NUM_SEGMENTS = 4  # that one process fills at a time
+MOST_MAPPED = 12  # that one process keeps mapped
 
 
 class Segment:
     """A segment that this process owns. Nobody reads what is written to it after `close`, here or elsewhere."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._file: int | None = None
-        if IS_SHARED:
+        if HAS_SEALS:
             self._file = os.memfd_create("folovllm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             path = f"/proc/{os.getpid()}/fd/{self._file}"
         else:
             self._file, path = tempfile.mkstemp(prefix="folovllm-kv-")
-        self.ref = SegmentRef(path, secrets.token_bytes(NONCE), START + num_bytes)
-        os.ftruncate(self._file, self.ref.size)
-        if IS_SHARED:  # nobody who reads it can be cut off
+        os.ftruncate(self._file, START + num_bytes)
+        if HAS_SEALS:  # nobody who reads it can be cut off
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        self._memory = mmap.mmap(self._file, self.ref.size)
-        self._memory[:NONCE] = self.ref.nonce
-
-    @property
-    def data(self) -> memoryview:
-        """All of it but the page with the nonce."""
-        return memoryview(self._memory)[START:]
+        self.ref = SegmentRef(path, secrets.token_bytes(NONCE))
+        memory = mmap.mmap(self._file, START + num_bytes)
+        memory[:NONCE] = self.ref.nonce
+        self.data = memoryview(memory)[START:]
 
     def close(self) -> None:
         """Give it back. Who has it open still sees what was last in it."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-            if not IS_SHARED:
-                os.unlink(self.ref.path)
+        os.close(self._file)
+        if not HAS_SEALS:
+            os.unlink(self.ref.path)
 
 
-def open_segment(ref: SegmentRef, is_ours: bool = False) -> mmap.mmap:
-    """Map a segment. Raises WireError if it is not there, not on this host say; another's has no other address than that of a process."""
-    if not is_ours and not OF_A_PROCESS.fullmatch(ref.path):
-        raise WireError("the peer's memory has no address that could be one")
-    if not START <= ref.size <= START + LONGEST_PIECE:
-        raise WireError(f"the peer's memory has {ref.size} bytes")
+@lru_cache(MOST_MAPPED)
+def open_segment(ref: SegmentRef) -> memoryview:
+    """What a segment holds. It stays mapped until many others have come. Raises ValueError if it is not there, as on another host."""
     try:
-        file = os.open(ref.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise WireError(f"the peer's memory is not there: {error.strerror}") from error
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != ref.size:
-            raise WireError("the peer's memory is not there: another file is in its place")
-        if not is_ours and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise WireError("the peer's memory may become shorter while it is read")
-        memory = mmap.mmap(file, ref.size)
-    except OSError as error:
-        raise WireError(f"the peer's memory cannot be read: {error.strerror}") from error
-    finally:
-        os.close(file)
+        file = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if HAS_SEALS and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("it may become shorter while it is read")
+            memory = mmap.mmap(file, 0)
+        finally:
+            os.close(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the peer's memory is not there: {error}") from error
     if memory[:NONCE] != ref.nonce:
-        memory.close()
-        raise WireError("the peer's memory is not there: another's is in its place")
-    return memory
+        raise ValueError("the peer's memory is not there: another's is in its place")
+    return memoryview(memory)[START:]
+
+
+class Segments:
+    """Segments for a few transfers at a time: so there is a bound to this memory, however many peers ask."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Raises ValueError for blocks that are too large."""
+        self.num_blocks = MOST_BYTES // layout.block_bytes
+        if not self.num_blocks:
+            raise ValueError(f"a block of {layout.block_bytes} bytes does not travel: choose a smaller block_size")
+        self._num_bytes, self._free = self.num_blocks * layout.block_bytes, list[Segment]()
+        self._room = asyncio.Semaphore(NUM_SEGMENTS)
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[Segment]:
+        """A segment for a while. After an error somebody may still read it, so it is never written again."""
+        async with self._room:
+            segment = self._free.pop() if self._free else Segment(self._num_bytes)
+            try:
+                yield segment
+            except BaseException:
+                segment.close()
+                raise
+            self._free.append(segment)
+
+    def close(self) -> None:
+        """Give back what is free."""
+        while self._free:
+            self._free.pop().close()

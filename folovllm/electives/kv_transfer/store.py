@@ -12,45 +12,41 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from folovllm.electives.kv_transfer.disk import BlockFiles
-from folovllm.worker.graph_runner import GraphRunner
+from folovllm.electives.kv_transfer.rank_cache import cache_of, move, on_device
 
 STORE = "kv_transfer"  # of a worker's `state`
 BUFFER_BYTES = 64 << 20  # of each buffer on a GPU
 CARD_SHARE = 64  # of the card's memory one part in so many is for what leaves; steps wait if more leaves at once
 NUM_THREADS = 4
+NOWHERE = -2  # the slot of an evicted block that is not kept
 
 
-class Piece(NamedTuple):
+class Transfer(NamedTuple):
     """A block on its way."""
 
     slot: int  # in host memory
     block_id: int  # in the cache
     key: bytes
     token_ids: bytes
-    on_disk: bool = False  # it must be read from its file first
+    from_disk: bool = False  # it must be read from its file first
 
 
 @dataclass(slots=True)
-class Meta:
-    """What a rank is told before a step. Saves come first, for loads may overwrite what they save."""
+class ConnectorMetadata:
+    """What a rank is told before a step. Evicted blocks are gathered first, for loads may overwrite them."""
 
-    saves: dict[int, Piece] = field(
-        default_factory=dict
-    )  # by slot: of two blocks that came to one slot, the later stays
-    loads: dict[int, list[Piece]] = field(default_factory=dict)  # by seq_id
+    evicted: list[int] = field(default_factory=list)  # ids; their slots follow (`BlockStore.save`)
+    loads: dict[int, list[Transfer]] = field(default_factory=dict)  # by seq_id
     cancelled: list[int] = field(default_factory=list)
-    writes: list[Piece] = field(default_factory=list)
-    removed: list[bytes] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.saves or self.loads or self.cancelled or self.writes or self.removed)
 
 
 @dataclass(slots=True)
@@ -67,90 +63,96 @@ class Report:
 class Load:
     """Blocks on their way to the cache."""
 
-    pieces: list[Piece]
-    reads: list[Future[tuple[bool, float]]]  # of those on disk
+    transfers: list[Transfer]
+    reads: dict[int, Future[float]]  # by place in `transfers`, of those on disk: the seconds it took
+    failed: set[int] = field(default_factory=set)  # places of those that could not be read
+    is_cancelled: bool = False
     began: Any = None  # events on a GPU
     done: Any = None
-    is_queued: bool = False
-    is_cancelled: bool = False
-    failed: set[int] = field(default_factory=set)
-
-    @property
-    def was_read(self) -> bool:
-        """Whether all that was to be read from the disk has been, or could not be."""
-        return all(read.done() for read in self.reads)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing moves any more."""
-        if not self.is_queued:
-            return self.is_cancelled and self.was_read
-        return self.done is None or bool(self.done.query())
 
 
 class BlockStore:
     """`num_slots` blocks of host memory, and the files behind them if there is a folder."""
 
-    def __init__(self, kv_cache: torch.Tensor, num_slots: int, folder: Path | None, rank: int) -> None:
-        """`kv_cache`: [L, 2, N, Hkv, B, D]. Raises ValueError if the host has no such memory."""
-        self.cache = kv_cache.view(torch.uint8).flatten(3).flatten(0, 1)  # [2L, N, bytes]
-        pieces, _, piece_bytes = self.cache.shape
-        self.block_bytes = pieces * piece_bytes
+    def __init__(self, cache: torch.Tensor, num_slots: int, folder: Path | None, rank: int) -> None:
+        """`cache`: [2L, N, words]. Raises ValueError if the host has no such memory."""
+        self.cache, (pieces, _, words) = cache, cache.shape
+        self.block_bytes = 4 * pieces * words
         try:
-            self.host = torch.empty(num_slots, self.block_bytes, dtype=torch.uint8)
+            self.host = torch.empty(num_slots, pieces, words, dtype=torch.int32)
         except RuntimeError as error:
             raise ValueError(
                 f"kv_offload: there is no memory for {num_slots:,} blocks of {self.block_bytes:,} bytes"
             ) from error
-        self._files = None if folder is None else BlockFiles(folder, rank, self.block_bytes)
+        self._files = None if folder is None else BlockFiles(folder, rank)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "kv-disk")
-        self._loads: dict[int, Load] = {}
+        self._reading: dict[int, Load] = {}  # by seq_id: loads that wait for the disk
+        self._copying: dict[int, Load] = {}
         self._writes: dict[bytes, Future[None]] = {}
-        self._copies = GpuCopies(self.cache, self.host) if kv_cache.is_cuda else None
+        self._copies = GpuCopies(cache, self.host) if cache.is_cuda else None
+        self._gathered = torch.empty(0)  # on a CPU [k, 2L, words], until their slots are known
+        self.room = cache.shape[1] if self._copies is None else self._copies.room  # evicted blocks at a time
 
     def measure_link(self) -> dict[str, float]:
         """Bytes a second to the device. It overwrites blocks and slots, so nothing may be in them yet; the kernels are compiled."""
         if self._copies is None:
             return {}
-        pieces = [Piece(i, i, b"", b"") for i in range(min(len(self.host), self.cache.shape[1], 64))]
-        self._copies.save(pieces)
+        transfers = [Transfer(i, i, b"", b"") for i in range(min(len(self.host), self.room, self.cache.shape[1], 64))]
+        self._copies.gather(list(range(len(transfers))))
+        self._copies.send(list(range(len(transfers))))
         for _ in range(3):
-            began, done = self._copies.load(pieces)
+            began, done = self._copies.load(transfers)
             done.synchronize()
-        return {"host": len(pieces) * self.block_bytes / max(1e-6, began.elapsed_time(done) / 1e3)}
+        return {"host": len(transfers) * self.block_bytes / max(1e-6, began.elapsed_time(done) / 1e3)}
 
-    def start_load_kv(self, meta: Meta) -> None:
+    def start_load_kv(self, meta: ConnectorMetadata) -> None:
         """Begin all that `meta` says, and wait for nothing."""
-        if meta.saves:
-            self._save(list(meta.saves.values()))
-        for key in meta.removed:
-            if self._files is not None:
-                self._pool.submit(self._files.remove, key)
-        for piece in meta.writes:
-            self._writes[piece.key] = self._pool.submit(self._write, piece)
-        for seq_id, pieces in meta.loads.items():
-            load = Load(pieces, [self._pool.submit(self._read, piece) for piece in pieces if piece.on_disk])
-            self._loads[seq_id] = load
-            if not load.reads:
-                self._queue(load)
+        if meta.evicted and self._copies is not None:
+            self._copies.gather(meta.evicted)
+        elif meta.evicted:
+            self._gathered = self.cache[:, meta.evicted].transpose(0, 1)  # a copy
+        for seq_id, transfers in meta.loads.items():
+            reads = {i: self._pool.submit(self._read, each) for i, each in enumerate(transfers) if each.from_disk}
+            load = Load(transfers, reads)
+            if reads:
+                self._reading[seq_id] = load
+            else:
+                self._copy(seq_id, load)
         for seq_id in meta.cancelled:
-            if (cancelled := self._loads.get(seq_id)) is None:
-                continue  # it has ended here, but not on all ranks
-            if cancelled.is_queued and self._copies is not None:
-                self._copies.let_steps_wait(cancelled.done)
-            cancelled.is_cancelled = True
+            if (cancelled := self._reading.get(seq_id)) is not None:
+                cancelled.is_cancelled = True
+            elif (cancelled := self._copying.get(seq_id)) is not None and cancelled.done is not None:
+                torch.cuda.current_stream().wait_event(cancelled.done)  # the coming steps may write to its blocks
+
+    def save(self, slots: list[int], removed: list[bytes], writes: list[Transfer]) -> None:
+        """Copy what was gathered last to its slots. Then remove files, and write others."""
+        if self._copies is not None:
+            self._copies.send(slots)
+        else:
+            kept = [i for i, slot in enumerate(slots) if slot != NOWHERE]
+            self.host[[slots[i] for i in kept]] = self._gathered[kept]
+        if self._files is not None:
+            for key in removed:
+                self._pool.submit(self._files.remove, key)
+            for transfer in writes:
+                self._writes[transfer.key] = self._pool.submit(self._write, transfer)
 
     def get_finished(self) -> Report:
         """What has ended. What was read from the disk by now goes on its way."""
         report = Report()
-        for seq_id, load in list(self._loads.items()):
-            if load.was_read and not load.is_queued:
-                self._note_reads(load, report)
-                if not load.is_cancelled:
-                    self._queue(load)
-            if load.is_done:
-                report.loads[seq_id] = load.failed
-                self._note_copy(self._loads.pop(seq_id), report)
+        for seq_id, load in list(self._reading.items()):
+            if all(read.done() for read in load.reads.values()):
+                load.failed = {i for i, read in load.reads.items() if read.exception()}
+                if seconds := [read.result() for i, read in load.reads.items() if i not in load.failed]:
+                    report.rates["disk"] = NUM_THREADS * self.block_bytes * len(seconds) / sum(seconds)
+                self._copy(seq_id, self._reading.pop(seq_id))
+        for seq_id, load in list(self._copying.items()):
+            if load.done is None or load.done.query():
+                report.loads[seq_id] = self._copying.pop(seq_id).failed
+                if load.done is not None:
+                    count = len(load.transfers) - len(load.failed)
+                    taken = max(1e-6, load.began.elapsed_time(load.done) / 1e3)
+                    report.rates["host"] = count * self.block_bytes / taken
         for key, write in list(self._writes.items()):
             if write.done():
                 del self._writes[key]
@@ -165,149 +167,120 @@ class BlockStore:
         if self._copies is not None:
             self._copies.close()
 
-    def _save(self, pieces: list[Piece]) -> None:
-        if self._copies is not None:
-            self._copies.save(pieces)
+    def _copy(self, seq_id: int, load: Load) -> None:
+        """Have a load copied to the cache, unless nobody waits for it."""
+        self._copying[seq_id] = load
+        transfers = [each for i, each in enumerate(load.transfers) if i not in load.failed and not load.is_cancelled]
+        if not transfers:
             return
-        blocks = self.cache[:, [piece.block_id for piece in pieces]].transpose(0, 1)  # [k, 2L, bytes], a copy
-        self.host[[piece.slot for piece in pieces]] = blocks.reshape(len(pieces), -1)
-
-    def _queue(self, load: Load) -> None:
-        load.is_queued = True
-        pieces = [piece for i, piece in enumerate(load.pieces) if i not in load.failed]
         if self._copies is not None:
-            load.began, load.done = self._copies.load(pieces)
-        elif pieces:
-            blocks = self.host[[piece.slot for piece in pieces]].view(len(pieces), len(self.cache), -1)
-            self.cache[:, [piece.block_id for piece in pieces]] = blocks.transpose(0, 1)
+            load.began, load.done = self._copies.load(transfers)
+        else:
+            lines = self.host[[each.slot for each in transfers]]
+            move(self.cache, lines, on_device([each.block_id for each in transfers], lines.device), to_cache=True)
 
     def _row(self, slot: int) -> memoryview:
-        return self.host[slot].numpy().data
-
-    def _write(self, piece: Piece) -> None:
-        assert self._files is not None
+        """A slot's bytes, when nothing is on its way to it."""
         if self._copies is not None:
-            self._copies.wait_for(piece.slot)
-        self._files.write(piece.key, piece.token_ids, self._row(piece.slot))
+            self._copies.wait_for(slot)
+        return self.host[slot].numpy().data.cast("B")
 
-    def _read(self, piece: Piece) -> tuple[bool, float]:
+    def _write(self, transfer: Transfer) -> None:
+        assert self._files is not None
+        self._files.write(transfer.key, transfer.token_ids, self._row(transfer.slot))
+
+    def _read(self, transfer: Transfer) -> float:
+        """The seconds it took. Raises ValueError if the file is not there, or not right."""
         assert self._files is not None
         start = time.perf_counter()
-        if self._copies is not None:
-            self._copies.wait_for(piece.slot)  # what the slot held before may still be on its way to it
-        return self._files.read(piece.key, piece.token_ids, self._row(piece.slot)), time.perf_counter() - start
-
-    def _note_reads(self, load: Load, report: Report) -> None:
-        places = [i for i, piece in enumerate(load.pieces) if piece.on_disk]
-        results = [(False, 0.0) if read.exception() else read.result() for read in load.reads]
-        load.failed = {i for i, (right, _) in zip(places, results, strict=True) if not right}
-        if seconds := sum(seconds for right, seconds in results if right):
-            report.rates["disk"] = NUM_THREADS * self.block_bytes * (len(places) - len(load.failed)) / seconds
-
-    def _note_copy(self, load: Load, report: Report) -> None:
-        if load.done is not None and (count := len(load.pieces) - len(load.failed)):
-            report.rates["host"] = count * self.block_bytes / max(1e-6, load.began.elapsed_time(load.done) / 1e3)
+        if not self._files.read(transfer.key, transfer.token_ids, self._row(transfer.slot)):
+            raise ValueError("no such block")
+        return time.perf_counter() - start
 
 
 class GpuCopies:
     """The copies between a GPU and pinned memory, on two streams: the link carries both ways at once."""
 
     def __init__(self, cache: torch.Tensor, host: torch.Tensor) -> None:
-        self._host = host
-        self._cache = cache.view(torch.int32)  # [2L, N, words]
-        status = torch.cuda.cudart().cudaHostRegister(
-            host.data_ptr(), host.nbytes, 0
-        )  # torch's own rounds up to a power of two
+        self._cache, self._host, block_bytes = cache, host, host[0].nbytes
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, 0)  # torch's own rounds up to a power of two
         if int(status) != 0:
             raise ValueError(f"kv_offload: {host.nbytes:,} bytes of memory cannot be pinned: take less")
-        self._unpin = weakref.finalize(self, unpin, host)  # also where nobody closes the engine
-        self._chunk = max(1, BUFFER_BYTES // host.shape[1])  # blocks
+        self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, host.data_ptr())  # nobody may close the engine
+        self._chunk = max(1, BUFFER_BYTES // block_bytes)  # blocks
         free, total = torch.cuda.mem_get_info(cache.device)
         count = max(2, min(total // CARD_SHARE, free // 4) // BUFFER_BYTES)
-        shape = 1 + count, self._chunk, host.shape[1]
-        self._buffers = torch.empty(shape, dtype=torch.uint8, device=cache.device)  # the last is for what comes
+        shape = 1 + count, self._chunk, *host.shape[1:]
+        self._buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)  # the last is for what comes
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
-        self._left: list[Any] = [None] * count  # when a buffer was read last
-        self._turn = 0
-        self._saved: dict[int, Any] = {}  # by slot: when its block is there
+        self._free: list[tuple[int, Any]] = [(i, None) for i in range(count)]  # buffers, and when each was read last
+        self.room = count * self._chunk
+        self._gathered: list[tuple[int, int]] = []  # buffers that are not sent yet, and how many blocks are in each
+        self._sent: list[tuple[Any, set[int]]] = []  # slots, and when their blocks are there
 
-    def save(self, pieces: list[Piece]) -> None:
-        """Gather blocks behind the steps so far, and copy them to their slots while the next ones run."""
-        self._saved = {slot: event for slot, event in self._saved.items() if not event.query()}
-        steps = torch.cuda.current_stream()
-        for chunk in chunks(pieces, self._chunk):
-            buffer, left = self._buffers[self._turn], self._left[self._turn]
-            if left is not None:
-                steps.wait_event(left)
-            self._move(chunk, buffer, to_cache=False)
-            self._out.wait_stream(steps)
+    def gather(self, block_ids: list[int]) -> None:
+        """Gather blocks, `room` at most, behind the steps so far and before the next. `send` must follow."""
+        steps, ids = torch.cuda.current_stream(), on_device(block_ids, self._cache.device)
+        for part in ids.split(self._chunk):
+            number, was_read = self._free.pop(0)
+            if was_read is not None:
+                steps.wait_event(was_read)
+            move(self._cache, self._buffers[number, : len(part)], part, to_cache=False)
+            self._gathered.append((number, len(part)))
+
+    def send(self, slots: list[int]) -> None:
+        """Copy what was gathered to its slots, while the next steps run. What comes has the link first, for somebody waits for it."""
+        self._out.wait_stream(torch.cuda.current_stream())
+        self._out.wait_stream(self._in)
+        self._sent = [pair for pair in self._sent if not pair[0].query()]
+        for number, count in self._gathered:
+            own, slots = slots[:count], slots[count:]
             with torch.cuda.stream(self._out):
-                for i, slot, count in runs(chunk):
-                    self._host[slot : slot + count].copy_(buffer[i : i + count], non_blocking=True)
-            self._left[self._turn] = event = self._out.record_event()
-            self._saved |= dict.fromkeys((piece.slot for piece in chunk), event)
-            self._turn = (self._turn + 1) % len(self._left)
+                for i, j in runs(own):
+                    if own[i] != NOWHERE:
+                        self._host[own[i] : own[i] + j - i].copy_(self._buffers[number, i:j], non_blocking=True)
+            event = self._out.record_event()
+            self._free.append((number, event))
+            self._sent.append((event, set(own)))
+        self._gathered.clear()
 
-    def load(self, pieces: list[Piece]) -> tuple[Any, Any]:
+    def load(self, transfers: list[Transfer]) -> tuple[Any, Any]:
         """Copy slots to a buffer and scatter it to their blocks, behind the steps so far and beside the next. Returns when it begins and ends."""
+        transfers, n, buffer = sorted(transfers, key=attrgetter("slot")), self._chunk, self._buffers[-1]
+        all_slots = [each.slot for each in transfers]
         self._in.wait_stream(torch.cuda.current_stream())  # a step in flight may still write to these blocks
-        for event in {
-            id(event): event for piece in pieces if (event := self._saved.get(piece.slot)) is not None
-        }.values():
-            self._in.wait_event(event)
+        for event, filled in self._sent:
+            if not filled.isdisjoint(all_slots):
+                self._in.wait_event(event)
         began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._in):
             began.record()
-            for chunk in chunks(pieces, self._chunk):
-                for i, slot, count in runs(chunk):
-                    self._buffers[-1][i : i + count].copy_(self._host[slot : slot + count], non_blocking=True)
-                self._move(chunk, self._buffers[-1], to_cache=True)
+            ids = on_device([each.block_id for each in transfers], self._cache.device)
+            for at in range(0, len(transfers), n):
+                slots = all_slots[at : at + n]
+                for i, j in runs(slots):
+                    buffer[i:j].copy_(self._host[slots[i] : slots[i] + j - i], non_blocking=True)
+                move(self._cache, buffer[: len(slots)], ids[at : at + n], to_cache=True)
             done.record()
         return began, done
 
-    def let_steps_wait(self, event: Any) -> None:
-        """Let the coming steps begin after an event."""
-        torch.cuda.current_stream().wait_event(event)
-
     def wait_for(self, slot: int) -> None:
         """Wait until what was copied to a slot is there. Called by threads."""
-        if (event := self._saved.get(slot)) is not None:
-            event.synchronize()
+        for event, slots in self._sent:
+            if slot in slots:
+                event.synchronize()
 
     def close(self) -> None:
         """Unpin the memory, once nothing moves."""
         torch.cuda.synchronize()
         self._unpin()
 
-    def _move(self, chunk: list[Piece], buffer: torch.Tensor, *, to_cache: bool) -> None:
-        """Between the blocks of a chunk and the front of a buffer, on the current stream."""
-        from folovllm.electives.kv_transfer.kernels.pieces import (
-            move_pieces,
-        )  # here, for Triton may be missing on a CPU
 
-        ids = torch.tensor([piece.block_id for piece in chunk], dtype=torch.int32).pin_memory()
-        lines = buffer[: len(chunk)].view(torch.int32).view(len(chunk), len(self._cache), -1)
-        move_pieces(self._cache, lines, ids.to(buffer.device, non_blocking=True), to_cache=to_cache)
-
-
-def unpin(host: torch.Tensor) -> None:
-    """Take back the registration of `host` before its memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
-
-
-def chunks(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
-    """Pieces in the order of their slots, so many at a time."""
-    pieces = sorted(pieces)
-    return (pieces[i : i + size] for i in range(0, len(pieces), size))
-
-
-def runs(chunk: list[Piece]) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring slots are one copy: where it begins in the chunk, its first slot, and how many there are."""
-    first = 0
-    for i in range(1, len(chunk) + 1):
-        if i == len(chunk) or chunk[i].slot != chunk[i - 1].slot + 1:
-            yield first, chunk[first].slot, i - first
-            first = i
+def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
+    """Neighbouring slots are one copy: where it begins in the list, and where it ends."""
+    ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    return zip([0, *ends[:-1]], ends, strict=True)
 
 
 # --- what the driver calls on each rank (`Executor.collective_rpc`) ---
@@ -315,21 +288,19 @@ def runs(chunk: list[Piece]) -> Iterator[tuple[int, int, int]]:
 
 def register_kv_caches(
     worker: Any, num_bytes: int, folder: Path | None, num_ranks: int
-) -> tuple[int, int, dict[str, float]]:
-    """Make a rank's store of `num_bytes`; returns its slots, the bytes of a block, and what was measured of the link.
+) -> tuple[int, int, int, dict[str, float]]:
+    """Make a rank's store of `num_bytes`; returns its slots and room, the bytes of a block, and what was measured of the link.
 
     Raises ValueError if they hold no block, or cannot be had.
     """
-    rank = dist.get_rank() if num_ranks > 1 else 0
-    runner = worker.runner.inner if isinstance(worker.runner, GraphRunner) else worker.runner
-    cache: torch.Tensor = runner.kv_cache
-    block_bytes = cache.nbytes // cache.shape[2]
+    cache, rank = cache_of(worker), dist.get_rank() if num_ranks > 1 else 0
+    block_bytes = cache.nbytes // cache.shape[1]
     num_slots = num_bytes // block_bytes
     if not num_slots:
         raise ValueError(f"kv_offload holds no block: each rank has {num_bytes:,} bytes, and a block {block_bytes:,}")
     with worker.current:
         worker.state[STORE] = store = BlockStore(cache, num_slots, folder, rank)
-        return num_slots, block_bytes, store.measure_link()
+        return num_slots, store.room, block_bytes, store.measure_link()
 
 
 def on_store(worker: Any, method: str, *arguments: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What two engines say to each other over a socket: each message has a header, and each length is known before memory is taken.
+"""What two engines say to each other over a socket: each length is known before memory is taken.
 
-A message is MAGIC, its length and an HMAC, then itself in msgpack. The HMAC is over the secret, a number that each side has just made
-up, who speaks, and how often before. So it is a checksum, too, and no message can be made by a stranger, said again, or said in the
-other direction. Nothing is encrypted: prompts and K/V go as they are, and K/V have a checksum (xxh3) alone.
+A connection begins with a greeting, in which each side proves that it knows the secret: by an HMAC over two numbers that were just made
+up, so no proof can be said again. Behind it a message is its length, then itself in msgpack. Nothing is encrypted: prompts and K/V go
+as they are. K/V have a checksum (xxh3), and all else is compared with what was asked for.
 
-A `Piece` describes K/V. They lie in memory that both processes see, where both are on one host, or come behind it.
+`Blocks` describes K/V. They lie in memory that both processes see, where both are on one host, or come behind it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import struct
 from collections.abc import Coroutine
 from math import prod
 from typing import Any, Literal, TypeVar, cast
@@ -22,12 +21,12 @@ import xxhash
 
 from folovllm.models.messages import printable
 
-MAGIC = b"FOLOKV1\n"  # the version is in it
-HEAD = struct.Struct("<8sI32s")  # magic, length and HMAC of what follows
+MAGIC = b"FOLOKV2\n"  # the version is in it
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
 STALLED = 10.0  # seconds
-LONGEST_PIECE = 256 << 20  # bytes of K/V
+MOST_BYTES = 64 << 20  # of K/V at a time, for which no step runs in an engine
+SENT = 1 << 20  # bytes that go to a socket at once
 SLICE = 16 << 20  # bytes that one thread hashes at a time
 
 
@@ -40,7 +39,6 @@ class SegmentRef(msgspec.Struct, array_like=True, frozen=True):
 
     path: str
     nonce: bytes  # its first bytes, so that another file in its place is not taken for it
-    size: int  # bytes, all of it
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):
@@ -66,12 +64,6 @@ class Layout(msgspec.Struct, array_like=True, frozen=True):
                 raise WireError(f"the peer has another {name}: {theirs} there, {own} here. Serve one model, alike")
 
 
-class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The first message of both sides: a number that was never used before."""
-
-    nonce: bytes
-
-
 class Ask(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Compute a prompt. `token_ids`, int32 as bytes, fill whole blocks, of which those from number `first` on are sent."""
 
@@ -80,38 +72,43 @@ class Ask(msgspec.Struct, array_like=True, tag=True, frozen=True):
     first: int
     salt: str | None
 
+    def tokens(self, first: int, end: int) -> bytes:
+        """Those of blocks `first` to `end - 1`."""
+        return self.token_ids[4 * self.layout.block_size * first : 4 * self.layout.block_size * end]
 
-class Piece(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """K/V of n consecutive blocks, [ranks, n, L, 2, Hkv, B, D]."""
+
+class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """K/V of blocks `first` to `end - 1` of a prompt, [ranks, n, L, 2, Hkv, B, D]."""
 
     layout: Layout
-    first: int  # number of the first block in the prompt
-    keys: list[int]  # the chained hash of each block
+    first: int
+    end: int
     token_ids: bytes  # of these blocks, int32
-    num_bytes: int
     checksum: bytes  # of the K/V (`checksum_of`)
     memory: SegmentRef  # where they lie, on the peer's host
 
-    def require_sound(self, ask: Ask, first: int, keys: list[int]) -> None:
-        """Raise WireError unless this is the next piece, block `first` on, of the prompt that was asked for, whose blocks have these keys."""
-        n, size = len(self.keys), 4 * ask.layout.block_size
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the K/V."""
+        return (self.end - self.first) * self.layout.block_bytes
+
+    def require_sound(self, ask: Ask, first: int) -> None:
+        """Raise WireError unless these are the next blocks, from number `first` on, of the prompt that was asked for."""
         ask.layout.require_same(self.layout)
-        if not n or self.first != first or self.keys != keys[first : first + n]:
+        if self.first != first or self.end <= first or self.token_ids != ask.tokens(first, self.end):
             raise WireError("the peer sent other blocks than it was asked for")
-        if self.token_ids != ask.token_ids[first * size : (first + n) * size]:
-            raise WireError("the peer sent blocks of other tokens")
-        if self.num_bytes != n * self.layout.block_bytes or self.num_bytes > LONGEST_PIECE:
-            raise WireError(f"the peer sends {self.num_bytes} bytes for {n} blocks of {self.layout.block_bytes}")
+        if self.num_bytes > MOST_BYTES or len(self.token_ids) != 4 * self.layout.block_size * (self.end - first):
+            raise WireError(f"the peer sends {self.end - first} blocks of {self.layout.block_bytes} bytes")
 
 
 class Reply(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """To a piece: its bytes are wanted, since the memory is not seen here; or it is taken in, and may be overwritten by the next one."""
+    """To `Blocks`: their bytes are wanted, since the memory is not seen here; or they are taken in, and may be overwritten."""
 
-    wants: Literal["bytes", "next", "nothing"]
+    wants: Literal["bytes", "next"]
 
 
 class Done(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """No more pieces come."""
+    """No more blocks come."""
 
 
 class Refusal(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -120,38 +117,10 @@ class Refusal(msgspec.Struct, array_like=True, tag=True, frozen=True):
     message: str
 
 
-Message = Hello | Ask | Piece | Reply | Done | Refusal
+Message = Ask | Blocks | Reply | Done | Refusal
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
-
-
-def pack(message: Message, secret: bytes, context: bytes) -> bytes:
-    """A message as it is written to a socket. `context`: when and by whom it is said."""
-    body = _encoder.encode(message)
-    return HEAD.pack(MAGIC, len(body), hmac.digest(secret, context + body, "sha256")) + body
-
-
-def body_length(head: bytes, limit: int) -> int:
-    """How long the message behind a header is. Raises WireError for what is no header, or more than `limit` bytes."""
-    magic, length, _ = HEAD.unpack(head)
-    if magic != MAGIC:
-        raise WireError("this is no peer of ours: another program, or another version of it, answers there")
-    if length > limit:
-        raise WireError(f"the peer announces {length} bytes where {limit} are the most")
-    return int(length)
-
-
-def unpack(head: bytes, body: bytes, secret: bytes, context: bytes) -> Message:
-    """The message of a header and what came behind it. Raises WireError unless it is one, whole, and from who knows the secret."""
-    if not hmac.compare_digest(HEAD.unpack(head)[2], hmac.digest(secret, context + body, "sha256")):
-        raise WireError(
-            "the peer has another secret, or was disturbed: FOLOVLLM_PEER_SECRET must be one text on both sides"
-        )
-    try:
-        return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"the peer's message is none of ours: {error}") from error
 
 
 class Connection:
@@ -160,25 +129,32 @@ class Connection:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, is_server: bool
     ) -> None:
-        self.reader, self.writer, self._secret = reader, writer, secret
-        self._sides = (b"server", b"client") if is_server else (b"client", b"server")
-        self._nonces = b""
-        self._counts = [0, 0]  # messages sent and received
+        self.reader, self.writer, self._secret, self._is_server = reader, writer, secret, is_server
 
     async def greet(self) -> None:
-        """Exchange numbers, so that no message of another connection is of use in this one."""
+        """Prove to each other who one is. Raises WireError if the peer is another program, or does not know the secret."""
         own = secrets.token_bytes(NONCE)
-        await self.send(Hello(own))
-        theirs = (await self.receive(Hello)).nonce
-        if len(theirs) != NONCE:
-            raise WireError("the peer greets in another way")
-        self._nonces = own + theirs if self._sides[0] == b"client" else theirs + own
+        await self.write(MAGIC + own)
+        theirs = await self.reader.readexactly(len(MAGIC) + NONCE)
+        if not theirs.startswith(MAGIC):
+            raise WireError("this is no peer of ours: another program, or another version of it, answers there")
+        numbers = (own, theirs[len(MAGIC) :])
+        await self.write(self._proof(self._is_server, numbers))
+        expected = self._proof(not self._is_server, numbers[::-1])
+        if not hmac.compare_digest(await self.reader.readexactly(len(expected)), expected):
+            raise WireError("the peer has another secret: FOLOVLLM_PEER_SECRET must be one text on both sides")
 
     async def send(self, message: Message) -> None:
-        """Send a message. Raises TimeoutError, an OSError, if the peer takes nothing for too long."""
-        self.writer.write(pack(message, self._secret, self._context(0)))
-        async with asyncio.timeout(STALLED):
-            await self.writer.drain()
+        """Send a message. Raises what `write` raises."""
+        body = _encoder.encode(message)
+        await self.write(len(body).to_bytes(4, "little") + body)
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Write bytes. Raises TimeoutError, an OSError, if the peer takes nothing for too long."""
+        for at in range(0, len(data), SENT):
+            self.writer.write(data[at : at + SENT])
+            async with asyncio.timeout(STALLED):
+                await self.writer.drain()
 
     async def receive(self, kind: type[M], *others: type[M], limit: int = SHORT) -> M:
         """The next message, which must be of one of these kinds.
@@ -187,18 +163,28 @@ class Connection:
             WireError: it is none, is longer than `limit` bytes, or is a `Refusal`, whose sentence it has.
             EOFError, OSError: the peer has left.
         """
-        head = await self.reader.readexactly(HEAD.size)
-        body = await self.reader.readexactly(body_length(head, limit))
-        message = unpack(head, body, self._secret, self._context(1))
+        length = int.from_bytes(await self.reader.readexactly(4), "little")
+        if length > limit:
+            raise WireError(f"the peer announces {length} bytes where {limit} are the most")
+        try:
+            message = _decoder.decode(await self.reader.readexactly(length))
+        except msgspec.MsgspecError as error:
+            raise WireError(f"the peer's message is none of ours: {error}") from error
         if isinstance(message, Refusal):
             raise WireError(printable(message.message, 300))  # it is logged
         if not isinstance(message, (kind, *others)):
             raise WireError(f"the peer sent a {type(message).__name__} where a {kind.__name__} was due")
         return cast(M, message)
 
-    def _context(self, direction: int) -> bytes:
-        count, self._counts[direction] = self._counts[direction], self._counts[direction] + 1
-        return self._sides[direction] + self._nonces + count.to_bytes(8, "little")
+    async def read_into(self, data: memoryview) -> None:
+        """Fill memory with bytes that come."""
+        for at in range(0, len(data), SENT):
+            part = data[at : at + SENT]
+            part[:] = await self.reader.readexactly(len(part))
+
+    def _proof(self, by_server: bool, numbers: tuple[bytes, bytes]) -> bytes:
+        """What one side says, which has made up the first number: the other's is in it, so it was not said before."""
+        return hmac.digest(self._secret, (b"server" if by_server else b"client") + b"".join(numbers), "sha256")
 
 
 async def checksum_of(data: memoryview) -> bytes:

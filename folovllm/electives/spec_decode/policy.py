@@ -40,6 +40,12 @@ class LengthPolicy(ABC):
     def observe_asked(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
         """Record what the proposer took for a step of `num_seqs` sequences when it was asked for at most `longest` tokens each."""
 
+    def observe_steps(self, num_seqs: int, seconds: float, has_drafts: bool) -> None:
+        """Record what a step of `num_seqs` sequences took in all: one with drafts, or on average one of several without.
+
+        One with drafts is told of behind all that came of them, and not if a prompt was computed beside them.
+        """
+
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence that has ended."""
 
@@ -109,6 +115,7 @@ class AdaptiveLength(LengthPolicy):
     PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
     BACK_OFF = 100
     PATIENCE = 3
+    ODD = 8  # times what was expected: a step that took longer was held up by something else
     SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
     SLACK = 16  # plain steps: so much may be lost before a rest, and of what was won so much is kept for that
 
@@ -122,8 +129,12 @@ class AdaptiveLength(LengthPolicy):
         self._hold = 0  # steps that the decision still holds
         self._lost = 0.0  # seconds that drafts have cost; below zero they have won some
         self._won_by_token = 0.0  # seconds, for each draft token of the coming step that is accepted
+        self._expected = 0.0  # seconds of the coming step, if it has drafts
+        self._plain_over_curve: dict[
+            int, float
+        ] = {}  # what plain steps took by what the curve says, by bits of their sequences
         self._num_decisions = 0
-        self._in_vain = 0  # probes in a row, of no lookup, of which no token was accepted
+        self._in_vain = 0  # rests in a row before which time was lost, by no lookup
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         """Return the lengths of the decision that holds, or of a new one."""
@@ -133,7 +144,7 @@ class AdaptiveLength(LengthPolicy):
         hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
         lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
         self._hold, self._num_decisions, has_rested = self.HOLD - 1, self._num_decisions + 1, self.rest > 0
-        is_in_debt = self._lost > self.SLACK * self.cost.of_plain(len(seq_ids))
+        is_in_debt = self._lost > self.SLACK * self._plain(len(seq_ids))
         if not has_rested and (is_in_debt or not any(lengths)):
             lengths = [0] * len(seq_ids)
             self._rest(len(seq_ids))
@@ -146,8 +157,9 @@ class AdaptiveLength(LengthPolicy):
 
     def _rest(self, num_seqs: int) -> None:
         """Set how long to back off, by what was lost."""
-        steps, self._hold = self.BACK_OFF * self._lost / self.cost.of_plain(num_seqs), 0
+        steps, self._hold = self.BACK_OFF * self._lost / self._plain(num_seqs), 0
         steps *= 1 << min(self._in_vain, self.PATIENCE)
+        self._in_vain = self._in_vain + 1 if self._lost > 0 and not self._is_lookup else 0
         self.rest, self._lost = int(max(self.SHORTEST, min(steps, self.LONGEST))), min(self._lost, 0.0)
 
     def _probe(self, lengths: list[int]) -> None:
@@ -155,7 +167,6 @@ class AdaptiveLength(LengthPolicy):
         if idle := [i for i, length in enumerate(lengths) if not length]:
             lengths[idle[self._num_decisions % len(idle)]] = min(self.PROBE, self.most)
             self._hold = 0
-            self._in_vain += not self._is_lookup
 
     def acceptance(self, seq_id: int) -> Acceptance:
         """Return the averages of a sequence; for a new one those of all sequences."""
@@ -172,19 +183,29 @@ class AdaptiveLength(LengthPolicy):
         for acceptance in (own, self._common):
             acceptance.update(num_draft_tokens, num_accepted, self.KEEP)
         self._lost -= self._won_by_token * num_accepted
-        if num_accepted:
-            self._in_vain = 0
 
     def observe_asked(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
-        """Count what the step takes more than a plain one. Of what was won, `SLACK` plain steps count at most."""
-        plain = self.cost.of_plain(num_seqs)
+        """Count what the step is expected to take more than a plain one. Of what was won, `SLACK` plain steps count at most."""
+        plain = self._plain(num_seqs)
         if self._is_lookup:  # one that reads a long text first says little of others
             self.cost.first_draft_token += 0.1 * (min(seconds, plain) - self.cost.first_draft_token)
         else:
             seconds = max(seconds, self.cost.of_drafting(longest))
-        verifying = self.cost.of_verifying(num_seqs + num_draft_tokens) - plain if num_draft_tokens else 0.0
-        self._lost = max(self._lost, -self.SLACK * plain) + seconds + verifying
-        self._won_by_token = plain / num_seqs
+        verifying = self.cost.of_verifying(num_seqs + num_draft_tokens) - self.cost.of_plain(num_seqs)
+        more = seconds + (verifying if num_draft_tokens else 0.0)
+        self._lost = max(self._lost, -self.SLACK * plain) + more
+        self._won_by_token, self._expected = plain / num_seqs, plain + more
+
+    def observe_steps(self, num_seqs: int, seconds: float, has_drafts: bool) -> None:
+        """Count for a step with drafts what it took, in place of what was expected: the host's work for it was not timed before."""
+        if has_drafts:
+            self._lost += min(seconds, self.ODD * self._expected) - self._expected
+        else:
+            self._plain_over_curve[num_seqs.bit_length()] = seconds / self.cost.of_plain(num_seqs)
+
+    def _plain(self, num_seqs: int) -> float:
+        """Return the seconds of a plain step, as far as such steps were timed."""
+        return self.cost.of_plain(num_seqs) * self._plain_over_curve.get(num_seqs.bit_length(), 1.0)
 
     def forget(self, seq_id: int) -> None:
         self._by_seq.pop(seq_id, None)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from folovllm.electives.spec_decode.policy import LengthPolicy
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
@@ -14,6 +15,7 @@ from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SamplingSpec
 
 FULL = 64  # steps until the policy is asked again where a step had no room for draft tokens
+SETTLE, TIMED = 2, 6  # steps of a rest until steps overlap again; then so many are timed
 
 
 @dataclass(slots=True)
@@ -45,6 +47,15 @@ class DraftRules:
         return []
 
 
+class Timed(NamedTuple):
+    """Steps that are being timed."""
+
+    seq_ids: frozenset[int]
+    number: int  # of the step behind them
+    start: float
+    has_drafts: bool
+
+
 class Speculation:
     """Asks the policy for draft lengths and the proposer for drafts, and reports to both what came of them.
 
@@ -71,6 +82,8 @@ class Speculation:
         self.rules, self._clock = rules, clock
         self._known: dict[int, Known] = {}  # by seq_id
         self._rest_until = 0  # `asleep_until` of the proposer alone: drafts of a grammar may be due earlier
+        self._timed: Timed | None = None
+        self._settled = -1  # the step of a rest from which on steps are timed
         self._by_proposer: set[int] = set()  # whose drafts of the last step are the proposer's, by seq_id
 
     def propose(self, running: SequenceOf[Sequence], room: int, number: int) -> dict[int, list[int]]:
@@ -80,6 +93,8 @@ class Speculation:
         answer reaches its greatest length, or the grammar allows no more. `room`: draft tokens that the step may verify at most.
         """
         self.asked, self._by_proposer = False, set()
+        now, seq_ids = self._clock(), frozenset(seq.seq_id for seq in running)
+        self._tell_times(seq_ids, number, now)
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]
         if not seqs or room <= 0:
             self.asleep_until = number + (FULL if seqs else 0)
@@ -88,7 +103,33 @@ class Speculation:
         drafts = self._by_policy(seqs, number) if number >= self._rest_until else {}
         drafts = self._jump_forward(constrained, len(seqs), drafts)
         self.asleep_until = number if constrained else self._rest_until
+        if not constrained and len(seqs) == len(running):
+            self._time_steps(seqs, Timed(seq_ids, number + 1, now, True), bool(drafts))
         return drafts
+
+    def _time_steps(self, seqs: list[Sequence], step: Timed, has_drafts: bool) -> None:
+        """Time this step if it has drafts, and some steps at the beginning of a rest; `propose` is called for what follows them.
+
+        Behind a step in flight none is timed, for it would wait for that one, too.
+        """
+        number = step.number - 1
+        if has_drafts:
+            self._timed = None if any(map(num_in_flight, seqs)) else step
+        elif number < self._settled:
+            self.asleep_until = min(self.asleep_until, self._settled)
+        elif number == self._settled:
+            self._timed = step._replace(number=number + TIMED, has_drafts=False)
+            self.asleep_until = min(self.asleep_until, number + TIMED)
+
+    def _tell_times(self, seq_ids: frozenset[int], number: int, now: float) -> None:
+        """Tell the policy what the timed steps took, if no sequence came meanwhile and none had left before."""
+        timed = self._timed
+        if timed is None or number < timed.number:
+            return
+        self._timed = None
+        if number == timed.number and seq_ids <= timed.seq_ids and 2 * len(seq_ids) > len(timed.seq_ids):
+            steps = 1 if timed.has_drafts else TIMED
+            self.policy.observe_steps(len(timed.seq_ids), (now - timed.start) / steps, timed.has_drafts)
 
     def _by_policy(self, seqs: list[Sequence], number: int) -> dict[int, list[int]]:
         """Return the proposer's drafts, of the lengths that the policy gives."""
@@ -96,6 +137,7 @@ class Speculation:
         lengths = self.policy.lengths([seq.seq_id for seq in seqs])
         if not any(lengths):
             self._rest_until = number + 1 + self.policy.rest
+            self._settled = number + SETTLE
             return {}
         wanted = [
             (seq, min(length + num_in_flight(seq), num_left(seq)))

@@ -1,0 +1,37 @@
+"""The cache of a rank as lines of words, one a block, and the one move between it and other memory of its device."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from folovllm.worker.model_runner import ModelRunner
+
+
+def runner_of(worker: Any) -> ModelRunner:
+    """What owns the cache of a worker: the runner within, where one captures steps."""
+    return cast(ModelRunner, getattr(worker.runner, "inner", worker.runner))
+
+
+def cache_of(worker: Any) -> torch.Tensor:
+    """A worker's cache as [2L, N, words of 4 bytes]: a block is 2L pieces, K and V of each layer."""
+    return runner_of(worker).kv_cache.view(torch.int32).flatten(3).flatten(0, 1)  # [L, 2, N, Hkv, B, D]
+
+
+def move(cache: torch.Tensor, lines: torch.Tensor, block_ids: torch.Tensor, *, to_cache: bool) -> None:
+    """Move `lines` [k, 2L, words] to or from the blocks `block_ids` [k] int32 of `cache` [2L, N, words], on the current stream."""
+    if cache.is_cuda:
+        from folovllm.electives.kv_transfer.kernels.pieces import move_pieces  # Triton may be missing on a CPU
+
+        move_pieces(cache, lines, block_ids, to_cache=to_cache)
+    elif to_cache:
+        cache[:, block_ids] = lines.transpose(0, 1)
+    else:
+        lines.copy_(cache[:, block_ids].transpose(0, 1))
+
+
+def on_device(block_ids: list[int], device: torch.device) -> torch.Tensor:
+    """Block ids as `move` takes them; the host does not wait for a GPU to have them."""
+    ids = torch.tensor(block_ids, dtype=torch.int32)
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
