@@ -76,6 +76,7 @@ def test_the_fused_layers_of_m6_over_kernels(
     for module in (scaled, int4):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)
     monkeypatch.setattr(quant_matmul, "MANY", 6)
+    monkeypatch.setattr(quant_matmul, "MANY_IN_SHORT_GROUPS", 6)
     used: list[str] = []
     for module, name in (
         (quant_gemv, "quant_gemv"), (int4_linear, "int4_linear"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked"),

@@ -149,7 +149,8 @@ def test_many_tokens(outputs: int, inputs: int, zeros: str) -> None:
         assert torch.equal(multiply(x, weight_of(*kept))[: tokens // 2], y[: tokens // 2])
 
 
+@pytest.mark.parametrize(("inputs", "group"), [(96, 32), (256, 128), (192, 192)])
 @pytest.mark.parametrize("zeros", ["none", "codes", "minimums"])
-def test_unpacked(zeros: str) -> None:
-    kept, weight = made_up(3, 96, 32, zeros)
+def test_unpacked(zeros: str, inputs: int, group: int) -> None:
+    kept, weight = made_up(3, inputs, group, zeros)
     close(unpacked(weight_of(*kept), torch.float32), weight)

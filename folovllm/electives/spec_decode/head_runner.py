@@ -124,7 +124,10 @@ class HeadModelRunner(VerifyingModelRunner):
             self._read_beside = None
 
     def _store_pairs(self, hidden: torch.Tensor, taken: dict[int, torch.Tensor], batch: ForwardBatch) -> None:
-        states = [taken.get(i, hidden) for i in self.head.aux_layers]  # a dry run leaves layers out
+        if len(taken) < len(self.head.aux_layers):  # a dry run leaves layers out, and looks at no values
+            missing = hidden.new_zeros(len(batch.input_ids), hidden.shape[1])
+            taken = {i: taken.get(i, missing) for i in self.head.aux_layers}
+        states = [taken[i] for i in self.head.aux_layers]
         own = self.head.combine(torch.cat(states, -1) if states else hidden)
         if own.is_cuda:
             from folovllm.electives.spec_decode.kernels.pairs import pair_up

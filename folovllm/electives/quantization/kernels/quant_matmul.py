@@ -24,6 +24,7 @@ from folovllm.kernels.skinny_linear import append
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
 
 MANY = 129  # tokens, from which on weights are unpacked first: a second tile would unpack all of them again
+MANY_IN_SHORT_GROUPS = 64  # with 4 bits in groups of other sizes, which take an H200 four times as long as those of 128
 MANY_IN_GROUPS = 769  # with 4 bits on Hopper, where that is hidden behind the tensor cores' work
 GROUP = 128  # inputs, for which that was measured
 
@@ -192,18 +193,24 @@ def quant_matmul_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def unpack_kernel(
-    weight_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    weight_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, exponent, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
     KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (p, q): the weights of outputs p * ROWS to p * ROWS + ROWS for inputs q * BLOCK to q * BLOCK + BLOCK.
 
-    Neighbouring threads write neighbouring inputs. Of 4 bits eight of them read the same word, which lies in the L1 cache by then.
+    Of 4 bits in groups of 128, a program unpacks the words of one group. Of shorter groups neighbouring threads write
+    neighbouring inputs, and eight of them read the same word, which lies in the L1 cache by then.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (k < K)
-    if KIND == "int4":
-        WORDS: tl.constexpr = GROUP // 8  # of a group
+    WORDS: tl.constexpr = GROUP // 8  # of a group
+    if KIND == "int4" and GROUP == BLOCK:
+        word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
+        words = tl.load(weight_ptr + row * (K // 8) + word, mask=row < num_rows, other=0)
+        scale, offset = load_scales(scale_ptr, zero_ptr, row * (K // GROUP) + tl.program_id(1), row < num_rows)
+        weights = weights_of(words, scale, None if zero_ptr is None else offset, exponent, out_ptr.dtype.element_ty)
+    elif KIND == "int4":
         words = tl.load(weight_ptr + row * (K // 8) + k // GROUP * WORDS + k % WORDS, mask=inside, other=0)
         scale, offset = load_scales(scale_ptr, zero_ptr, row * (K // GROUP) + k // GROUP, inside)
         weights = ((words >> 4 * (k % GROUP // WORDS) & 15) - 8).to(tl.float32) * scale
@@ -269,9 +276,11 @@ def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """W [outputs, inputs] in `dtype`."""
     (rows, elements), kind = weight.weight.shape, kind_of(weight.weight)
     width, lines, block = (8 if kind == "int4" else 1) * elements, 8, 512
+    if kind == "int4" and weight.columns == GROUP:
+        lines, block = 64, GROUP
     out = torch.empty(rows, width, dtype=dtype, device=weight.weight.device)
     unpack_kernel[(triton.cdiv(rows, lines), triton.cdiv(width, block))](
-        weight.stored, weight.scale, weight.zeros, out, rows, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns,
+        weight.stored, weight.scale, weight.zeros, out, rows, EXPONENT, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns,
         KIND=kind, ROWS=lines, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
@@ -281,8 +290,12 @@ def multiply(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor | 
     """Return the product, and maybe write over `residual`; by the library if there are so many tokens that the tensor cores are
     busy for longer than it takes to unpack. It has the weights in the dtype of `x` for as long as that takes.
     """
-    is_grouped = kind_of(weight.weight) == "int4" and weight.columns == GROUP and can_fetch(x, GROUP)
-    if len(x) < (MANY_IN_GROUPS if is_grouped else MANY):
+    many = MANY
+    if kind_of(weight.weight) == "int4" and weight.columns != GROUP:
+        many = MANY_IN_SHORT_GROUPS
+    elif kind_of(weight.weight) == "int4" and can_fetch(x, GROUP):
+        many = MANY_IN_GROUPS
+    if len(x) < many:
         return quant_matmul(x, weight, residual)
     dense = unpacked(weight, x.dtype)
     return torch.nn.functional.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())
