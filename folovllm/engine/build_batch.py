@@ -35,6 +35,7 @@ from folovllm.engine.scheduler import (
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
 from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.state_layer import num_snapshots
 from folovllm.learn import builders
 from folovllm.models.loader import load_native_model
 from folovllm.models.written_files import cache_dir
@@ -52,7 +53,7 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
     """Make the scheduler of a batch that changes at every step (M2)."""
     config = setup.config
     make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
-    if setup.num_snapshots:
+    if num_snapshots(setup):
         make_kv, tokens = named(SNAPSHOTS)(setup, tokens)
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := user_component(config, "scheduler"):

@@ -59,13 +59,6 @@ class EngineSetup:
         return 2 * layers * a.num_kv_heads * a.head_dim * (a.kv_dtype or self.dtype).itemsize
 
     @property
-    def num_snapshots(self) -> int:
-        """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
-        if not (self.config.enable_prefix_caching and num_linear_of(self.hf_config)):
-            return 0
-        return self.config.num_snapshots or max(16, self.max_num_seqs)
-
-    @property
     def free_memory(self) -> int:
         """Bytes that tables may take: nine tenths of what the device has left (of a CPU's memory outside Linux: of all)."""
         memory = Path("/proc/meminfo")

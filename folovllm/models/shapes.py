@@ -10,7 +10,7 @@ import torch
 
 from folovllm.layers.fusable import PLAIN, fusable
 from folovllm.layers.state_layer import StateLayer
-from folovllm.models.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
+from folovllm.models.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
 from folovllm.models.registry import build_model, quantization_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ def linear_shapes(config: PretrainedConfig) -> Shapes:
 def expert_shapes(config: PretrainedConfig) -> Shapes:
     """The same of one expert, which stands for all; none in a model without."""
     return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
+
+
+def expert_size_of(config: PretrainedConfig) -> int:
+    """I of one expert. Qwen's configs keep it beside that of a dense MLP, Mixtral's in its place."""
+    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
 def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:

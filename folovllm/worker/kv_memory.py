@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from folovllm.engine.setup import EngineSetup
-from folovllm.models.model_config import most_held, window_of
+from folovllm.models.model_config import window_of
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.worker.device_tables import DeviceTables
 
@@ -91,6 +91,16 @@ def most_blocks_of_a_sequence(setup: EngineSetup) -> int:
         return whole
     step = setup.max_num_batched_tokens if setup.config.enable_chunked_prefill else setup.max_model_len
     return min(whole, most_held(window, step, setup.block_size))
+
+
+def most_held(window: int, step: int, block_size: int) -> int:
+    """The most blocks that one sequence holds at once, if it computes at most `step` tokens a step.
+
+    They end with the tokens of the next step. They begin with its window; or, where prefixes are cached, with the tokens of
+    the step under way, whose blocks have no names yet.
+    """
+    tokens = max(window - 1, step) + step
+    return -(-(tokens - 1) // block_size) + 1  # which so many neighbours touch
 
 
 def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None], captured: float) -> int:
