@@ -194,7 +194,7 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()
-        limit = max_model_len or num_positions(config)
+        limit, self.counters = max_model_len or num_positions(config), layers.counters or {}
         self.model = layers.make(LlamaModel, config, self.attention_classes(config), layers, limit)
         self.lm_head = layers.make(ParallelLMHead, config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:

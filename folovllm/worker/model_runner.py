@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,7 +73,13 @@ class ModelRunner:
         num_blocks = self.fit_kv_cache()
         if self._setup.device.type == "cuda":
             self.compile_kernels()
+        self.clear_counters()
         return num_blocks
+
+    def clear_counters(self) -> None:
+        """Have the model count from 0: tokens of the warm-up do not count."""
+        for counts in self.model.counters.values():
+            counts.zero_()
 
     def compile_kernels(self) -> None:
         """Run small steps of every kind, so that no later step has to compile a kernel."""
@@ -215,3 +222,8 @@ class ModelRunner:
             specs = [scheduled.sampling for scheduled in rows if scheduled.sampling is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
         self.allocate_kv_cache(0)  # frees the small cache, which the layers refer to
+
+
+def counted(worker: Any, name: str) -> Any:
+    """Wait for all steps of a `GPUWorker` so far, and return what its model counted under this name."""
+    return worker.runner.model.counters[name].tolist()
