@@ -42,7 +42,7 @@ def setup_of(name: str, max_num_seqs: int) -> EngineSetup:
 def state_bytes(setup: EngineSetup) -> int:
     """Memory of all state slots that an engine allocates: one for each sequence, one for padding, and the snapshots."""
     meta = torch.device("meta")
-    return StatePool(replace(setup, device=meta), build_model(setup.hf_config, setup.dtype, meta, 1)).num_bytes
+    return StatePool(replace(setup, device=meta), build_model(setup.hf_config, setup.dtype, meta, 1), 1 << 60).num_bytes
 
 
 def in_words(num_bytes: float) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -75,10 +77,22 @@ def require_memory_of_rows(setup: EngineSetup, num_samples: int) -> None:
         blocks = -(-setup.max_model_len // setup.block_size)
         num_bytes += DeviceTables(rows, blocks, setup.block_size, nowhere).block_tables.nbytes
         num_bytes += rows * -(-vocab_size // config.tensor_parallel_size) * setup.dtype.itemsize
-    if num_bytes > (free := setup.free_memory):
+    if num_bytes > (free := free_memory(setup.device)):
         raise ValueError(
             f"the tables of {rows:,} sequences take {num_bytes:,} bytes, and there are {free:,}: lower max_num_seqs"
         )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tables may take: nine tenths of what the device has left (of a CPU's memory outside Linux: of all)."""
+    memory = Path("/proc/meminfo")
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    elif memory.exists():
+        free = 1024 * int(memory.read_text().split("MemAvailable:")[1].split()[0])
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(0.9 * free)
 
 
 def most_blocks_of_a_sequence(setup: EngineSetup) -> int:

@@ -25,7 +25,7 @@ from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each
 from folovllm.worker.input_batch import InputBatch, SlotsOf
-from folovllm.worker.kv_memory import num_blocks_that_fit, require_memory_of_rows
+from folovllm.worker.kv_memory import free_memory, num_blocks_that_fit, require_memory_of_rows
 from folovllm.worker.warm_up import dummy_seqs, small_steps
 
 logger = logging.getLogger("folovllm")
@@ -56,7 +56,7 @@ class ModelRunner:
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self.model = self._load()
-        self.states = StatePool(self._setup, self.model)
+        self.states = StatePool(self._setup, self.model, free_memory(self._setup.device))
         self._bind_backends()
 
     def load_weights(self, weights: Path | Tensors | None) -> None:

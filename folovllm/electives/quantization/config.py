@@ -25,8 +25,7 @@ from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
 from folovllm.models.files import reading
 from folovllm.models.quantization import Quantization
-from folovllm.models.registry import renamed_by
-from folovllm.models.shapes import expert_shapes, linear_shapes
+from folovllm.models.shapes import expert_shapes, linear_shapes, renamed_by
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
