@@ -21,8 +21,6 @@ from folovllm.models.loader import load_native_model
 from folovllm.sample.sampler import Sampler
 
 if TYPE_CHECKING:
-    import torch
-
     from folovllm.engine.extension import Extension
     from folovllm.engine.overlap import OverlappedEngine
     from folovllm.step.schedule import SchedulerOutput, StepResult
@@ -90,35 +88,30 @@ def make_executor(setup: EngineSetup, extension: Extension | None) -> Executor:
     from folovllm.executor.gpu_executor import GPUExecutor
     from folovllm.worker.gpu_worker import GPUWorker
 
-    counters: dict[str, torch.Tensor] | None = {} if setup.config.extras.get("count_experts") else None
-    return GPUExecutor(GPUWorker(setup.device, make_runner(setup, extension, counters), counters))
+    return GPUExecutor(GPUWorker(setup.device, make_runner(setup, extension)))
 
 
-def make_runner(
-    setup: EngineSetup, extension: Extension | None, counters: dict[str, torch.Tensor] | None = None
-) -> Runner[SchedulerOutput, StepResult]:
+def make_runner(setup: EngineSetup, extension: Extension | None) -> Runner[SchedulerOutput, StepResult]:
     """Make the runner of the model: transformers' (M1), ours for one sequence (M1), ours for a batch (M2)."""
     if setup.config.model_impl == "hf":
         from folovllm.worker.hf_model_runner import HFModelRunner
 
         return HFModelRunner(setup)
-    if setup.config.kv_cache != "growing" and "decode_loop" not in setup.config.builder_names:
+    if setup.config.kv_cache != "growing":
         from folovllm.engine.build_batch import make_model_runner
 
         assert extension is not None
-        return make_model_runner(setup, extension, counters)
-    return make_serial_runner(setup, extension, counters)
+        return make_model_runner(setup, extension)
+    return make_serial_runner(setup, extension)
 
 
-def make_serial_runner(
-    setup: EngineSetup, extension: Extension | None, counters: dict[str, torch.Tensor] | None
-) -> Runner[SchedulerOutput, StepResult]:
+def make_serial_runner(setup: EngineSetup, extension: Extension | None) -> Runner[SchedulerOutput, StepResult]:
     """Make the runner of our model for one sequence (M1), with a loop that a learner wrote where there is one."""
     layers, sampler = LayerSet(), Sampler()
     if setup.config.compile or extension is not None:
         from folovllm.engine import build_batch
 
-        layers, sampler = build_batch.layers_of(setup, extension, counters), build_batch.make_sampler(setup)
+        layers, sampler = build_batch.layers_of(setup, extension), build_batch.make_sampler(setup)
     load_model = partial(load_native_model, setup, layers)
     if "decode_loop" in setup.config.builder_names:
         from folovllm.learn import builders

@@ -14,7 +14,7 @@ import torch
 from folovllm.apps.bench.contenders import GEOMETRIES
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import EngineSetup, set_up
-from folovllm.layers.state_layer import StatePool
+from folovllm.layers.state_layer import StatePool, num_snapshots
 from folovllm.models.registry import build_model
 
 HYBRID, FULL = "Qwen3.5-9B", "the same with full attention alone"
@@ -42,7 +42,7 @@ def setup_of(name: str, max_num_seqs: int) -> EngineSetup:
 def state_bytes(setup: EngineSetup) -> int:
     """Memory of all state slots that an engine allocates: one for each sequence, one for padding, and the snapshots."""
     meta = torch.device("meta")
-    return StatePool(replace(setup, device=meta), build_model(setup.hf_config, setup.dtype, meta, 1)).num_bytes
+    return StatePool(replace(setup, device=meta), build_model(setup.hf_config, setup.dtype, meta, 1), 1 << 60).num_bytes
 
 
 def in_words(num_bytes: float) -> str:
@@ -54,7 +54,7 @@ def in_words(num_bytes: float) -> str:
 def growth_table() -> str:
     """One sequence, by its length: its K/V and its state."""
     full, hybrid = setup_of(FULL, 1), setup_of(HYBRID, 1)
-    state = state_bytes(hybrid) / (1 + 1 + hybrid.num_snapshots)
+    state = state_bytes(hybrid) / (1 + 1 + num_snapshots(hybrid))
     rows = ["| tokens of a sequence | 32 layers of full attention | 24 linear, 8 full |", "|---:|---:|---:|"]
     for tokens in (100, 1_000, 32_000, 256_000):
         sizes = full.kv_bytes_per_token * tokens, hybrid.kv_bytes_per_token * tokens + state
@@ -71,7 +71,7 @@ def batch_table() -> str:
     for name, tokens in ((HYBRID, 32_000), (FULL, 32_000), ("stories-hybrid", 4_000), ("stories-5m", 4_000)):
         setup = setup_of(name, 32)
         kv, pool = 32 * tokens * setup.kv_bytes_per_token, state_bytes(setup)
-        snapshots = pool * setup.num_snapshots // (33 + setup.num_snapshots)
+        snapshots = pool * num_snapshots(setup) // (33 + num_snapshots(setup))
         parts = (kv, pool - snapshots, snapshots, kv + pool)
         shown = " | ".join(in_words(part) if part else "0" for part in parts)
         rows.append(f"| {name if name in (HYBRID, FULL) else f'`{name}`'} | {tokens:,} | {shown} |")

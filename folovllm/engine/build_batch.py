@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
 from folovllm.cache.block_manager import BlockManager
@@ -35,6 +33,7 @@ from folovllm.engine.scheduler import (
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
 from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.state_layer import num_snapshots
 from folovllm.learn import builders
 from folovllm.models.loader import load_native_model
 from folovllm.models.written_files import cache_dir
@@ -52,7 +51,7 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
     """Make the scheduler of a batch that changes at every step (M2)."""
     config = setup.config
     make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
-    if setup.num_snapshots:
+    if num_snapshots(setup):
         make_kv, tokens = named(SNAPSHOTS)(setup, tokens)
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := user_component(config, "scheduler"):
@@ -85,19 +84,16 @@ def tokens_of_step(config: EngineConfig) -> TokensOfStep:
     return unless_finished(tokens) if config.async_scheduling else tokens
 
 
-def make_model_runner(
-    setup: EngineSetup, extension: Extension, counters: dict[str, torch.Tensor] | None
-) -> ModelRunner:
+def make_model_runner(setup: EngineSetup, extension: Extension) -> ModelRunner:
     """Make the runner of our model for a batch (M2)."""
-    load_model = partial(load_native_model, setup, layers_of(setup, extension, counters))
+    load_model = partial(load_native_model, setup, layers_of(setup, extension))
     kind, slots = extension.model_runner(ModelRunner), cache_manager(setup.config).slots
     return kind(setup, load_model, make_sampler(setup), slots, attention_backend(setup, extension))
 
 
-def layers_of(setup: EngineSetup, extension: Extension | None, counters: dict[str, torch.Tensor] | None) -> LayerSet:
+def layers_of(setup: EngineSetup, extension: Extension | None) -> LayerSet:
     """Return what the model is built from; an extension may put its own in the place."""
-    usual = partial(layer_set, setup, counters)
-    return usual() if extension is None else extension.layer_set(usual)
+    return layer_set(setup) if extension is None else extension.layer_set(partial(layer_set, setup))
 
 
 def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
@@ -109,9 +105,9 @@ def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBack
     return extension.attention_backend(partial(make_backend, setup.backend, setup.attention))
 
 
-def layer_set(setup: EngineSetup, counters: dict[str, torch.Tensor] | None = None) -> LayerSet:
-    """What the model is built from, and where it counts what it does (`LayerSet`)."""
-    return replace(kernels_for(setup), counters=counters)
+def layer_set(setup: EngineSetup) -> LayerSet:
+    """What the model is built from, and where it counts what it does, if somebody wants to know (`LayerSet`)."""
+    return replace(kernels_for(setup), counters={} if setup.config.extras.get("count_experts") else None)
 
 
 def kernels_for(setup: EngineSetup) -> LayerSet:
@@ -159,11 +155,6 @@ def make_sampler(setup: EngineSetup) -> Sampler:
 
         return CompiledSampler()
     return Sampler()
-
-
-def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
-    """Return a dict that the model fills with its counters of experts (`LayerSet.counters`), or None if nobody wants them."""
-    return {} if setup.config.extras.get("count_experts") else None
 
 
 def user_component(config: EngineConfig, place: str) -> Any:

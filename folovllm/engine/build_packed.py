@@ -11,8 +11,7 @@ from folovllm.distributed.sharding import local_config
 from folovllm.engine.build_batch import (
     attention_backend,
     cache_manager,
-    counters_of,
-    layer_set,
+    layers_of,
     make_sampler,
     user_component,
 )
@@ -52,10 +51,9 @@ def make_packed_worker(
     """
     extension = extension or extension_of(setup)
     make_runner = extension.model_runner(ModelRunner)
-    sampler, slots, counters = make_sampler(setup), cache_manager(setup.config).slots, counters_of(setup)
+    sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layers_of(setup, extension)
     backend, graphs = attention_backend(setup, extension), (user_component(setup.config, "graph_cache") or AllGraphs)
     step_sampler: StepSampler
-    layers = extension.layer_set(partial(layer_set, setup, counters))
     if group is None:
         use_kernel = setup.device.type == "cuda" and not setup.config.compile
         step_sampler = LocalSampler(setup.vocab_size, sampler, use_kernel=use_kernel)
@@ -68,4 +66,4 @@ def make_packed_worker(
     rows = setup.max_num_seqs
     row_sampler = SamplerState(rows, setup.vocab_size, setup.device, sampler, extension.num_samples())
     runner = extension.graph_runner(GraphRunner)(setup, inner, step_sampler, row_sampler, graphs(rows))
-    return GPUWorker(setup.device, runner, counters), runner
+    return GPUWorker(setup.device, runner), runner

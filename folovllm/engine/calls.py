@@ -122,9 +122,9 @@ class EngineCalls:
         self.require_open()
         if not self.setup.config.extras.get("count_experts"):
             raise ValueError("experts are not counted: set count_experts=True")
-        from folovllm.worker.gpu_worker import GPUWorker  # here: M1 has no use of it
+        from folovllm.worker.model_runner import counted  # here: M1 has no use of it
 
-        return self.core.executor.collective_rpc(GPUWorker.counted, "experts")[0]
+        return self.core.executor.collective_rpc(counted, "experts")[0]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Raises ValueError where there is no cache, RuntimeError beside another call."""

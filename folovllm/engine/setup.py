@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,25 +56,6 @@ class EngineSetup:
         """Bytes of K and V that one token takes over all layers, on one rank."""
         a, layers = self.attention, self.num_layers - num_linear_of(self.hf_config)
         return 2 * layers * a.num_kv_heads * a.head_dim * (a.kv_dtype or self.dtype).itemsize
-
-    @property
-    def num_snapshots(self) -> int:
-        """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
-        if not (self.config.enable_prefix_caching and num_linear_of(self.hf_config)):
-            return 0
-        return self.config.num_snapshots or max(16, self.max_num_seqs)
-
-    @property
-    def free_memory(self) -> int:
-        """Bytes that tables may take: nine tenths of what the device has left (of a CPU's memory outside Linux: of all)."""
-        memory = Path("/proc/meminfo")
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-        elif memory.exists():
-            free = 1024 * int(memory.read_text().split("MemAvailable:")[1].split()[0])
-        else:
-            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(0.9 * free)
 
 
 def set_up(config: EngineConfig) -> EngineSetup:

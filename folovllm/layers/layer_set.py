@@ -26,7 +26,7 @@ class LayerSet:
 
     A model with layers of its own asks two things more. With `kernels`, they should be made of kernels where they have some:
     a step may be captured, so no layer may read on the host what the device computed. `counters`, where it is not None,
-    takes tensors by name in which the model counts as it runs (`GPUWorker`): int64, and zero after the warm-up.
+    takes tensors by name in which the model counts as it runs (`ModelRunner.clear_counters`): int64, and zero after the warm-up.
     A step may sample up to `most_samples` tokens of one sequence. Where that is more than 1, the sequence may go on from any of
     its new tokens but the first: the next step's `seq_lens` say from which.
     """

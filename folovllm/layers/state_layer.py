@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from folovllm.engine.setup import EngineSetup
+from folovllm.models.model_config import num_linear_of
 from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Extras, Int32
 
@@ -52,6 +53,13 @@ def lacks_initial_state(batch: ForwardBatch) -> torch.Tensor:
     return batch.seq_lens - batch.query_start_loc.diff() <= 0
 
 
+def num_snapshots(setup: EngineSetup) -> int:
+    """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
+    if not (setup.config.enable_prefix_caching and num_linear_of(setup.hf_config)):
+        return 0
+    return setup.config.num_snapshots or max(16, setup.max_num_seqs)
+
+
 class StatePool:
     """Slots for the states of all layers: one for each row, one for padding, then the snapshots.
 
@@ -59,14 +67,14 @@ class StatePool:
     start at 0; snapshot i is in slot max_num_seqs + 1 + i. For a model without such layers the pool is empty and copies nothing.
     """
 
-    def __init__(self, setup: EngineSetup, model: nn.Module) -> None:
-        """Allocate the slots, and bind each layer to its part. Raises ValueError if there is no memory for them."""
+    def __init__(self, setup: EngineSetup, model: nn.Module, free: int) -> None:
+        """Allocate the slots, and bind each layer to its part. Raises ValueError if they take more than `free` bytes."""
         layers = [module for module in model.modules() if isinstance(module, StateLayer)]
         self._first_snapshot = setup.max_num_seqs + 1
-        slots = self._first_snapshot + setup.num_snapshots
+        slots = self._first_snapshot + num_snapshots(setup)
         shapes = layers[0].state_shapes() if layers else ()
         needed = slots * sum(layer.state_bytes for layer in layers)
-        on_gpu, config, free = setup.device.type == "cuda", setup.config, setup.free_memory
+        on_gpu, config = setup.device.type == "cuda", setup.config
         if not (on_gpu or config.num_kv_blocks):  # else the cache has a size of its own
             free = min(free, config.kv_cache_memory)
         if needed > free:

@@ -187,6 +187,9 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     renamed: ClassVar[dict[str, str]] = {}  # parts of names in the checkpoint: what they are called here
+    shard: ClassVar[Callable[..., torch.Tensor] | None] = (
+        None  # if a family has tensors of its own (`load_sharded_model`)
+    )
     # Brings a tensor of the checkpoint, by its name, into the order of this model, where that is another one.
     reorder: Callable[[str, Weight], torch.Tensor] | None = None
     takes_experts: ClassVar[bool] = False  # whether mixtures of experts may stand in the places of its MLPs
@@ -194,7 +197,7 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()
-        limit = max_model_len or num_positions(config)
+        limit, self.counters = max_model_len or num_positions(config), layers.counters or {}
         self.model = layers.make(LlamaModel, config, self.attention_classes(config), layers, limit)
         self.lm_head = layers.make(ParallelLMHead, config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
@@ -204,22 +207,6 @@ class LlamaForCausalLM(nn.Module):
     def attention_classes(cls, config: PretrainedConfig) -> Sequence[Callable[..., Any]]:
         """What makes the attention of each layer: here one class for all. Each takes the arguments of `LlamaAttention`."""
         return [cls.attention_class] * config.num_hidden_layers
-
-    @classmethod
-    def shard(
-        cls,
-        config: PretrainedConfig,
-        name: str,
-        weight: Weight,
-        rank: int,
-        size: int,
-        usual: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
-        """The rank's part of a checkpoint's tensor. `usual(name, weight)` cuts what all families have; a family may have more.
-
-        `config` is the whole model's, `name` what the tensor is called here.
-        """
-        return usual(name, weight)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """The hidden states of all new tokens, [T, H]; their K/V are in the caches afterwards."""

@@ -29,11 +29,6 @@ def num_experts_of(config: PretrainedConfig) -> int:
     return int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0)
 
 
-def expert_size_of(config: PretrainedConfig) -> int:
-    """I of one expert. Qwen's configs keep it beside that of a dense MLP, Mixtral's in its place."""
-    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
-
-
 def hidden_act_of(config: PretrainedConfig) -> str | None:
     """The name of the MLP's activation. Gemma's configs have another word for it."""
     return getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
@@ -64,16 +59,6 @@ def window_of(config: PretrainedConfig) -> int | None:
     """The largest window of the model's layers; None where one of them sees all."""
     windows = windows_of(config)
     return None if None in windows else max(window for window in windows if window is not None)
-
-
-def most_held(window: int, step: int, block_size: int) -> int:
-    """The most blocks that one sequence holds at once, if it computes at most `step` tokens a step.
-
-    They end with the tokens of the next step. They begin with its window; or, where prefixes are cached, with the tokens of
-    the step under way, whose blocks have no names yet.
-    """
-    tokens = max(window - 1, step) + step
-    return -(-(tokens - 1) // block_size) + 1  # which so many neighbours touch
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:

@@ -9,6 +9,10 @@ from folovllm.config import EngineConfig
 from folovllm.layers.layer_set import LinearMethodOf
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import nn
     from transformers import PretrainedConfig
 
 
@@ -37,6 +41,12 @@ class Quantization(Protocol):
 
         Raises:
             ValueError: the way is not supported; so does the function, for layers that cannot be merged.
+        """
+
+    def finish_decoded(self, model: nn.Module, path: Path, dtype: torch.dtype) -> None:
+        """Prepare a model that transformers has loaded from the folder `path`, whose weights it decodes, for activations of `dtype`.
+
+        Raises ValueError if the checkpoint lacks the scale of a weight.
         """
 
     def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -69,14 +69,6 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     if found.takes_experts and num_experts_of(hf_config):
         found = require(EXPERTS, f"a model of architecture {name} with experts")(found)
     return found
-
-
-def renamed_by(hf_config: PretrainedConfig) -> Mapping[str, str]:
-    """Parts of names in the model's checkpoints: what they are called here. None of an unknown model."""
-    try:
-        return get_model_class(hf_config).renamed
-    except UnsupportedModel:  # `build_model` says so
-        return {}
 
 
 def build_model(

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 from folovllm.layers.fusable import PLAIN, fusable
 from folovllm.layers.state_layer import StateLayer
-from folovllm.models.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
-from folovllm.models.registry import build_model, quantization_of
+from folovllm.models.model_config import UnsupportedModel, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
+from folovllm.models.registry import build_model, get_model_class, quantization_of
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
 Shapes = dict[str, tuple[int, int]]  # [outputs, inputs] of linear layers, by their names within a decoder layer
-NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def linear_shapes(config: PretrainedConfig) -> Shapes:
@@ -40,23 +38,34 @@ def expert_shapes(config: PretrainedConfig) -> Shapes:
     return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
 
 
+def expert_size_of(config: PretrainedConfig) -> int:
+    """I of one expert. Qwen's configs keep it beside that of a dense MLP, Mixtral's in its place."""
+    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
 def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
     """The three matrices of an MLP."""
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
 
 
-def linear_bytes(
-    hf_config: PretrainedConfig, dtype: torch.dtype, shapes: Shapes, renamed: Mapping[str, str] = NO_NAMES
-) -> int:
+def linear_bytes(hf_config: PretrainedConfig, dtype: torch.dtype, shapes: Shapes) -> int:
     """Bytes of matrices of these shapes in all decoder layers, with their scales."""
     hook, total = quantization_of(hf_config), 0
-    linear_method_of = hook and hook.linear_methods_of(hf_config, {}, renamed)
+    linear_method_of = hook and hook.linear_methods_of(hf_config, {}, renamed_by(hf_config))
     for i in range(hf_config.num_hidden_layers):
         for name, (outputs, inputs) in shapes.items():
             linear_method = linear_method_of and linear_method_of(f"model.layers.{i}.{name}")
             total += fusable(linear_method or PLAIN).num_bytes(outputs, inputs, dtype)
     return total
+
+
+def renamed_by(hf_config: PretrainedConfig) -> Mapping[str, str]:
+    """Parts of names in the model's checkpoints: what they are called here. None of an unknown model."""
+    try:
+        return get_model_class(hf_config).renamed
+    except UnsupportedModel:  # `build_model` says so
+        return {}
 
 
 def token_mixers(config: PretrainedConfig, dtype: torch.dtype) -> list[nn.Module]:

@@ -33,9 +33,8 @@ def load_sharded_model(
     config = local_config(setup.hf_config, group.size, expert_parallel)
     shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
     shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)
-    shard = partial(
-        get_model_class(setup.hf_config).shard, setup.hf_config, rank=group.rank, size=group.size, usual=shard
-    )
+    if (of_family := get_model_class(setup.hf_config).shard) is not None:  # `usual` cuts what all families have
+        shard = partial(of_family, setup.hf_config, rank=group.rank, size=group.size, usual=shard)
     if expert_parallel:
         shard = partial(keep_experts_whole, shard=shard)
     part = sharded(layers, group, setup.vocab_size)

@@ -33,13 +33,9 @@ class GPUWorker(Generic[Step, Result]):
     another, and two engines may use different devices.
     """
 
-    def __init__(
-        self, device: torch.device, runner: Runner[Step, Result], counters: dict[str, torch.Tensor] | None = None
-    ) -> None:
-        """`counters`: the tensors in which the model counts, if it does (`LayerSet.counters`)."""
+    def __init__(self, device: torch.device, runner: Runner[Step, Result]) -> None:
         self._device = device
         self.runner = runner
-        self._counters = counters
         self.num_kv_blocks = 0
         self.state: dict[str, Any] = {}  # what functions of `Executor.collective_rpc` keep between two calls
 
@@ -56,18 +52,11 @@ class GPUWorker(Generic[Step, Result]):
         with self.current:
             self.runner.load_model()
             self.num_kv_blocks = self.runner.initialize_kv_cache()
-            for counts in (self._counters or {}).values():
-                counts.zero_()  # tokens of the warm-up do not count
 
     def execute_model(self, step: Step) -> Result:
         """Run one step, or start it, without autograd."""
         with self.current, torch.inference_mode():
             return self.runner.execute_model(step)
-
-    def counted(self, name: str) -> list[Any]:
-        """Wait for all steps so far, and return what the model counted under this name."""
-        assert self._counters is not None, "nothing is counted"
-        return self._counters[name].tolist()
 
     @property
     def current(self) -> torch.cuda.device | nullcontext[None]:

@@ -150,6 +150,7 @@ class GraphRunner:
             self.compile_kernels()
         if captures:
             self.capture_cudagraph()
+        self._runner.clear_counters()
         return num_blocks
 
     def _wanted(self) -> list[Bucket]:

@@ -14,6 +14,7 @@ from transformers.utils import logging as hf_logging
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
+from folovllm.models.registry import quantization_of
 from folovllm.sample.logprobs import score_in_pieces
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
@@ -45,9 +46,8 @@ class HFModelRunner:
     def load_model(self) -> None:
         """Load the weights, from safetensors only: a pickle could run code."""
         setup = self._setup
-        files = checkpoint_files(setup.path)
-        is_coded = getattr(setup.hf_config, "quantization_config", None) is not None
-        if not is_coded:  # else transformers decodes the quantized weights
+        files, quantization = checkpoint_files(setup.path), quantization_of(setup.hf_config)
+        if quantization is None:  # else transformers decodes the weights
             require_float_weights(files)
         with reading(f"the model in {setup.path}"), progress_bars(setup.config.use_tqdm):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -66,17 +66,11 @@ class HFModelRunner:
             raise ValueError(
                 f"{name!r} has shape {list(stored)}, the model expects {list(wanted)}: {setup.path} is damaged"
             )
+        if quantization is not None:
+            quantization.finish_decoded(model, setup.path, setup.dtype)
         for name, parameter in model.named_parameters():
-            owner, _, leaf = name.rpartition(".")
-            module = model.get_submodule(owner)
-            is_byte = parameter.dtype.itemsize == 1 and "scale" not in leaf
-            has_scale = hasattr(module, f"{leaf}_scale") or hasattr(module, f"{leaf}_scale_inv")
-            if is_byte and (parameter.is_floating_point() or type(module) is torch.nn.Linear) and not has_scale:
-                raise ValueError(f"the checkpoint in {setup.path} lacks the scale of {name!r}, which is stored in FP8")
             if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 require_finite(name, parameter.data)
-                if is_coded and name.endswith(".weight"):  # some are as they are stored, beside unpacked FP8
-                    parameter.data = parameter.data.to(setup.dtype)
         self.model = model.to(setup.device).eval()
 
     def initialize_kv_cache(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from folovllm.engine.setup import EngineSetup
-from folovllm.models.model_config import most_held, window_of
+from folovllm.models.model_config import window_of
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.worker.device_tables import DeviceTables
 
@@ -75,10 +77,22 @@ def require_memory_of_rows(setup: EngineSetup, num_samples: int) -> None:
         blocks = -(-setup.max_model_len // setup.block_size)
         num_bytes += DeviceTables(rows, blocks, setup.block_size, nowhere).block_tables.nbytes
         num_bytes += rows * -(-vocab_size // config.tensor_parallel_size) * setup.dtype.itemsize
-    if num_bytes > (free := setup.free_memory):
+    if num_bytes > (free := free_memory(setup.device)):
         raise ValueError(
             f"the tables of {rows:,} sequences take {num_bytes:,} bytes, and there are {free:,}: lower max_num_seqs"
         )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tables may take: nine tenths of what the device has left (of a CPU's memory outside Linux: of all)."""
+    memory = Path("/proc/meminfo")
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    elif memory.exists():
+        free = 1024 * int(memory.read_text().split("MemAvailable:")[1].split()[0])
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(0.9 * free)
 
 
 def most_blocks_of_a_sequence(setup: EngineSetup) -> int:
@@ -91,6 +105,16 @@ def most_blocks_of_a_sequence(setup: EngineSetup) -> int:
         return whole
     step = setup.max_num_batched_tokens if setup.config.enable_chunked_prefill else setup.max_model_len
     return min(whole, most_held(window, step, setup.block_size))
+
+
+def most_held(window: int, step: int, block_size: int) -> int:
+    """The most blocks that one sequence holds at once, if it computes at most `step` tokens a step.
+
+    They end with the tokens of the next step. They begin with its window; or, where prefixes are cached, with the tokens of
+    the step under way, whose blocks have no names yet.
+    """
+    tokens = max(window - 1, step) + step
+    return -(-(tokens - 1) // block_size) + 1  # which so many neighbours touch
 
 
 def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None], captured: float) -> int:

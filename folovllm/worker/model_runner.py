@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each
 from folovllm.worker.input_batch import InputBatch, SlotsOf
-from folovllm.worker.kv_memory import num_blocks_that_fit, require_memory_of_rows
+from folovllm.worker.kv_memory import free_memory, num_blocks_that_fit, require_memory_of_rows
 from folovllm.worker.warm_up import dummy_seqs, small_steps
 
 logger = logging.getLogger("folovllm")
@@ -55,7 +56,7 @@ class ModelRunner:
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self.model = self._load()
-        self.states = StatePool(self._setup, self.model)
+        self.states = StatePool(self._setup, self.model, free_memory(self._setup.device))
         self._bind_backends()
 
     def load_weights(self, weights: Path | Tensors | None) -> None:
@@ -72,7 +73,13 @@ class ModelRunner:
         num_blocks = self.fit_kv_cache()
         if self._setup.device.type == "cuda":
             self.compile_kernels()
+        self.clear_counters()
         return num_blocks
+
+    def clear_counters(self) -> None:
+        """Have the model count from 0: tokens of the warm-up do not count."""
+        for counts in self.model.counters.values():
+            counts.zero_()
 
     def compile_kernels(self) -> None:
         """Run small steps of every kind, so that no later step has to compile a kernel."""
@@ -215,3 +222,8 @@ class ModelRunner:
             specs = [scheduled.sampling for scheduled in rows if scheduled.sampling is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
         self.allocate_kv_cache(0)  # frees the small cache, which the layers refer to
+
+
+def counted(worker: Any, name: str) -> Any:
+    """Wait for all steps of a `GPUWorker` so far, and return what its model counted under this name."""
+    return worker.runner.model.counters[name].tolist()

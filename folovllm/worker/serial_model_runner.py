@@ -10,7 +10,6 @@ import torch
 from folovllm.attention.backends.torch_cat import GrowingKVCache, TorchCatBackend
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
-from folovllm.layers.state_layer import StatePool
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.model_config import num_linear_of
 from folovllm.sample.logprobs import score_prompts
@@ -36,7 +35,10 @@ class SerialModelRunner:
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache, and layers that keep a state one slot."""
         if num_linear_of(self._setup.hf_config):
-            StatePool(self._setup, self.model)
+            from folovllm.layers.state_layer import StatePool  # here, for few models have such layers
+            from folovllm.worker.kv_memory import free_memory
+
+            StatePool(self._setup, self.model, free_memory(self._setup.device))
         backend = TorchCatBackend(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()

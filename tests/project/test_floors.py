@@ -67,8 +67,7 @@ EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
     "engine/build_batch.py": (*LAYERS,),  # what `build` is for M1, these are for M2 to M5 and for M6
     "engine/build_packed.py": (*LAYERS,),
-    "engine/calls.py": ("worker.gpu_worker",),  # the name of what each rank is asked for
-    "engine/metrics.py": ("worker.gpu_worker",),  # the same
+    "engine/calls.py": ("worker.model_runner",),  # the name of what each rank is asked for
     "engine/extension.py": (
         "layers.layer_set",
         "worker.graph_runner",

@@ -17,7 +17,7 @@ from folovllm.cache.sliding import GONE, SlidingBlockManager, SlidingPrefixCachi
 from folovllm.config import EngineConfig
 from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import make_engine
-from folovllm.models.model_config import most_held
+from folovllm.worker.kv_memory import most_held
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
 from tests.workloads import answered, mixed_requests, serve

@@ -21,8 +21,14 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.layers.fusable import fusable
 from folovllm.layers.linear import LinearBase
 from folovllm.models.model_config import num_experts_of, num_linear_of, windows_of
-from folovllm.models.registry import renamed_by
-from folovllm.models.shapes import Shapes, expert_shapes, linear_bytes, linear_shapes, state_layers, token_mixers
+from folovllm.models.shapes import (
+    Shapes,
+    expert_shapes,
+    linear_bytes,
+    linear_shapes,
+    state_layers,
+    token_mixers,
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,7 +100,7 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
 
 def weight_bytes(setup: EngineSetup, shapes: Shapes) -> int:
     """Bytes of such matrices in all layers, as they are kept: of codes, with their scales."""
-    return linear_bytes(setup.hf_config, setup.dtype, shapes, renamed_by(setup.hf_config))
+    return linear_bytes(setup.hf_config, setup.dtype, shapes)
 
 
 def tokens_read(prompt_len: int, output_len: int, window: int | None) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.apps.inspector.lines import FORMAT, VERSION, LineWriter, TokenTexts, as_file
 from folovllm.engine.events import Event
+from folovllm.layers.state_layer import num_snapshots
 from folovllm.models.shapes import state_layers
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
         state_bytes = sum(layer.state_bytes for layer in layers) // config.tensor_parallel_size
         described |= {
             "state_tokens": state_bytes // max(1, setup.kv_bytes_per_token),
-            "num_snapshots": setup.num_snapshots,
+            "num_snapshots": num_snapshots(setup),
         }
     if "kv_offload" in config.extras:
         described["kv_offload"] = True

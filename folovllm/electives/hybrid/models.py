@@ -112,7 +112,10 @@ class HybridForCausalLM(LlamaForCausalLM):
         size: int,
         usual: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
-        """Give each rank whole key heads of linear attention, and the value heads that they serve. `reorder` asks for one rank's."""
+        """Give each rank whole key heads of linear attention, and the value heads that they serve. `reorder` asks for one rank's.
+
+        `config` is the whole model's, `name` what the tensor is called here. `usual(name, weight)` cuts what all families have.
+        """
         module, kind = name.split(".")[-2:]
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim

@@ -20,7 +20,7 @@ from folovllm.engine.event_stream import Events
 from folovllm.engine.events import SnapshotCached, SnapshotEvicted
 from folovllm.engine.scheduler import TokensOfStep
 from folovllm.engine.setup import EngineSetup
-from folovllm.layers.state_layer import NO_SNAPSHOT, STATES
+from folovllm.layers.state_layer import NO_SNAPSHOT, STATES, num_snapshots
 from folovllm.request import Sequence
 from folovllm.step.schedule import Extras, ScheduledSequence
 
@@ -125,7 +125,7 @@ def with_snapshots(
 ) -> tuple[Callable[..., SnapshotBlockManager], TokensOfStep]:
     """What makes the cache manager of a model with states; and `tokens_of_step` for it: a step ends where a snapshot is due."""
     interval = -(-setup.config.snapshot_interval // setup.block_size) * setup.block_size  # a whole number of blocks
-    make = partial(SnapshotBlockManager, num_snapshots=setup.num_snapshots, interval=interval)
+    make = partial(SnapshotBlockManager, num_snapshots=num_snapshots(setup), interval=interval)
     return make, align_to_snapshots(tokens_of_step, interval)
 
 

@@ -19,7 +19,8 @@ from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.fusable import FusablePlain, RankSum
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
-from folovllm.models.model_config import UnsupportedModel, expert_size_of, num_experts_of
+from folovllm.models.model_config import UnsupportedModel, num_experts_of
+from folovllm.models.shapes import expert_size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,9 +14,10 @@ from folovllm.electives.moe.layers import Experts, MoE
 from folovllm.electives.moe.quantized import QuantizedExperts, expert_linear_methods
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
-from folovllm.models.model_config import UnsupportedModel, expert_size_of, num_experts_of
+from folovllm.models.model_config import UnsupportedModel, num_experts_of
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
+from folovllm.models.shapes import expert_size_of
 from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:

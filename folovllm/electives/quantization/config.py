@@ -9,7 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from folovllm.config import EngineConfig
 from folovllm.electives.quantization.fp8 import Fp8, Fp8Both
@@ -21,8 +25,7 @@ from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
 from folovllm.models.files import reading
 from folovllm.models.quantization import Quantization
-from folovllm.models.registry import renamed_by
-from folovllm.models.shapes import expert_shapes, linear_shapes
+from folovllm.models.shapes import expert_shapes, linear_shapes, renamed_by
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -279,6 +282,18 @@ class CheckpointQuantization(Quantization):
             return first
 
         return of_merged
+
+    def finish_decoded(self, model: nn.Module, path: Path, dtype: torch.dtype) -> None:
+        """Raise ValueError if FP8 lacks its scale. Weights that are as they are stored, beside decoded ones, become `dtype`."""
+        for name, parameter in model.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            is_byte = parameter.dtype.itemsize == 1 and "scale" not in leaf
+            has_scale = hasattr(module, f"{leaf}_scale") or hasattr(module, f"{leaf}_scale_inv")
+            if is_byte and (parameter.is_floating_point() or type(module) is nn.Linear) and not has_scale:
+                raise ValueError(f"the checkpoint in {path} lacks the scale of {name!r}, which is stored in FP8")
+            if parameter.is_floating_point() and parameter.dtype.itemsize > 1 and leaf == "weight":
+                parameter.data = parameter.data.to(dtype)
 
     def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
         """Raise ValueError, before a weight is read. Transformers' own model reads what it can, and no GGUF."""

@@ -33,7 +33,8 @@ from folovllm.electives.quantization.quantizer.perplexity import Quality, compar
 from folovllm.engine.setup import choose_device
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, reading, resolve_model
 from folovllm.models.model_config import head_dim_of, num_experts_of, windows_of
-from folovllm.models.registry import build_model, renamed_by
+from folovllm.models.registry import build_model
+from folovllm.models.shapes import renamed_by
 
 OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
 
