@@ -122,7 +122,7 @@ class RequestState:
             metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
-            num_cached_tokens=self.seqs[0].num_cached_tokens,
+            num_cached_tokens=getattr(self.seqs[0].prefix, "num_hit_tokens", None) or 0,
             prompt_logprobs=prompt_logprobs,
         )
 
