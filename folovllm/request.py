@@ -124,6 +124,11 @@ class Sequence:
             return 0
         return self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the prefix cache had when the sequence was first admitted."""
+        return 0 if self.prefix is None else self.prefix.num_hit_tokens or 0
+
     def append_token(self, token_id: int) -> None:
         """Add a token to the answer."""
         self._token_ids[self.num_tokens] = token_id
