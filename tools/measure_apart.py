@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import secrets
@@ -33,6 +34,7 @@ from folovllm.distributed.children import import_path, python_command
 from folovllm.engine.setup import set_up
 
 SECRET = secrets.token_hex()
+TOKENS_WITH_TEXT = 4096  # of the embedded model's tokenizer
 QUIET = 2.0  # seconds until the first prompt comes
 
 
@@ -148,6 +150,8 @@ def main() -> None:
         }
         if args.device == "cuda":
             fields = random_model(args.geometry, Path(folder), fields)
+            config = Path(fields["model"]) / "config.json"  # a client sees text alone: each token must have some
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": TOKENS_WITH_TEXT}))
         else:
             fields["model"] = "stories-5m"
         setup = set_up(EngineConfig(**fields))
