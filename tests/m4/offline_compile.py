@@ -294,6 +294,7 @@ def launch_x2(d: int, b: int) -> None:
         quant_matmul(new(128, 2560), in_4_bits(9728, 2560, 512), new(128, 9728))
     unpacked(in_8_bits(2560, 2560, "fp8"), card.dtype)
     unpacked(in_4_bits(2560, 2560, 128, card.dtype), card.dtype)
+    unpacked(in_4_bits(2560, 2560, 32, card.dtype), card.dtype)
     for group in (None, 128) if card.capability >= 89 else ():
         weight = in_8_bits(2560, 4096, "fp8")
         weight = weight if group else QuantizedWeight(weight.weight, float32(2560, 1), 1, 4096)
