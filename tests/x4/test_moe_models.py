@@ -136,7 +136,7 @@ def test_no_tokens(backend: str) -> None:
 def test_compiled_layers_can_be_captured_with_experts(device: str, kind: str) -> None:
     """On a GPU: there torch's path of experts would wait for the device in the middle of a capture."""
     pytest.importorskip("triton")
-    setup: Any = SimpleNamespace(config=SimpleNamespace(compile=True), device=torch.device(device))
+    setup: Any = SimpleNamespace(config=SimpleNamespace(compile=True, extras={}), device=torch.device(device))
     layers = replace(PLAIN_LAYERS, kernels=layer_set(setup).kernels)
     hf_config = AutoConfig.from_pretrained(moe_checkpoint("qwen3_moe"))
     model = build_model(hf_config, torch.float32, "meta", layers=layers)

@@ -16,6 +16,7 @@ from folovllm.cache.block_manager import Block
 from folovllm.config import EngineConfig
 from folovllm.electives.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
 from folovllm.engine import events as ev
+from folovllm.layers.state_layer import num_snapshots
 from folovllm.request import SequenceStatus
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts
@@ -321,7 +322,7 @@ def test_without_states_there_are_no_snapshots() -> None:
     from tests.helpers import tiny_checkpoint
 
     engine = make_engine(tiny_checkpoint(), milestone="m5")
-    assert engine.setup.num_snapshots == 0 and not isinstance(engine.scheduler.kv, SnapshotBlockManager)
+    assert num_snapshots(engine.setup) == 0 and not isinstance(engine.scheduler.kv, SnapshotBlockManager)
 
 
 @pytest.mark.parametrize(("name", "value"), [("snapshot_interval", 0), ("num_snapshots", 0), ("num_snapshots", 1.5)])
