@@ -21,14 +21,7 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.layers.fusable import fusable
 from folovllm.layers.linear import LinearBase
 from folovllm.models.model_config import num_experts_of, num_linear_of, windows_of
-from folovllm.models.shapes import (
-    Shapes,
-    expert_shapes,
-    linear_bytes,
-    linear_shapes,
-    state_layers,
-    token_mixers,
-)
+from folovllm.models.shapes import Shapes, expert_shapes, linear_bytes, linear_shapes, state_layers, token_mixers
 
 
 @dataclass(slots=True, frozen=True)
