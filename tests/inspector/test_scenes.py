@@ -175,7 +175,7 @@ class TestHostMemory:
         with shown(browser) as here:
             page = opened(here, scenes()["offload"].files, tmp_path, "t=49")
             facts = page.locator(".states .facts").inner_text()
-            assert facts == "7 blocks were evicted, and have a copy in host memory"
+            assert facts == "6 blocks were evicted, and have a copy in host memory"
             page.evaluate("inspector.player.go(51)")
             page.wait_for_function("document.querySelector('.said').innerText.includes('came back')")
             assert "5 blocks came back from host memory for D." in page.locator(".said").inner_text()

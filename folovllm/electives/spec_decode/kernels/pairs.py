@@ -106,7 +106,8 @@ def start_chain(
     """Return what `head_runner.chain_start` does. Sequences of padding have tables and states of any value."""
     (num_seqs, max_blocks), hidden, on = batch.block_tables.shape, kept.hidden.shape[2], batch.positions.device
     assert batch.rows is not None
-    positions, slots = torch.empty(2, k, num_seqs, dtype=torch.int64, device=on)
+    # Each of its own memory: where a tensor begins at a multiple of 16 bytes, Triton compiles another kernel than elsewhere.
+    positions, slots = (torch.empty(k, num_seqs, dtype=torch.int64, device=on) for _ in range(2))
     lens = torch.empty(k, num_seqs, dtype=torch.int32, device=on)
     tables = torch.empty(num_seqs, max_blocks, dtype=torch.int32, device=on)
     states = kept.hidden.new_empty(num_seqs, hidden)
@@ -129,7 +130,7 @@ def pair_up(
     (num_tokens, hidden), rows = own.shape, batch.rows
     assert rows is not None
     paired = torch.empty_like(own)
-    positions, slots = torch.empty(2, num_tokens, dtype=torch.int64, device=own.device)
+    positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=own.device) for _ in range(2))
     given = own, kept.hidden, kept.positions, batch.query_start_loc, rows, batch.positions, batch.slot_mapping
     width = min(1024, triton.next_power_of_2(hidden))
     sizes = {"DEPTH": kept.hidden.shape[1], "H": hidden, "WIDTH": width, "SEQS": 128}
