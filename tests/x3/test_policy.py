@@ -68,6 +68,7 @@ def test_a_head_that_is_never_right_is_asked_less_and_less_and_comes_back() -> N
             pass
         return policy.rest
 
+    assert rest_behind(0) == 8, "plain steps are timed before the first draft"
     assert rest_behind(0) > 200, "what the first drafts lost, which were trusted"
     assert [rest_behind(0) for _ in range(5)] == [200, 400, 800, 800, 800]
     assert rest_behind(3) == 8, "what was won pays for the next probe"
@@ -100,8 +101,8 @@ def test_what_drafts_have_won_may_be_lost_again() -> None:
         policy.observe(0, 4, 4)
     for _ in range(100):  # until the averages have forgotten
         policy.observe(0, 0, 0)
-    assert probe(policy, 15.0) == 8, "of 32 steps 16 are kept, at most"
-    assert probe(policy, 2.0) == 100, "one of the 16 was left"
+    assert probe(policy, 7.0) == 8, "of 32 steps 8 are kept, at most"
+    assert probe(policy, 2.0) == 100, "one of the 8 was left"
 
 
 @pytest.mark.parametrize("asking", [0.0, 0.5])

@@ -105,6 +105,9 @@ class AdaptiveLength(LengthPolicy):
     scheduler rests for `BACK_OFF` times the loss: so drafts that do not pay take about 1% of the time, whatever the averages
     say. Behind a rest comes a decision again, with a probe if it has no drafts: a few tokens of one sequence, in turn. Where
     one probe of a model or a head after the other is rejected, each rest is twice as long as the last, up to `PATIENCE` doublings.
+
+    A rest is also when plain steps are timed. What accepted tokens save is counted in these, so a short rest comes before the
+    first drafts of each size of batch, and again after `TIMED_EACH` decisions.
     """
 
     KEEP = 0.9  # decay of an observation in a step
@@ -113,11 +116,12 @@ class AdaptiveLength(LengthPolicy):
     HOLD = 4  # steps that a decision holds
     PROBE = 4  # draft tokens of a probe
     PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
+    TIMED_EACH = 128  # decisions until plain steps are timed again
     BACK_OFF = 100
     PATIENCE = 3
     ODD = 8  # times what was expected: a step that took longer was held up by something else
     SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
-    SLACK = 16  # plain steps: so much may be lost before a rest, and of what was won so much is kept for that
+    SLACK = 8  # plain steps: so much may be lost before a rest, and of what was won so much is kept for that
 
     def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
         """`most`: draft tokens for a sequence in a step. `first`: the averages to begin with, `TRUSTED` for a draft model."""
@@ -133,19 +137,21 @@ class AdaptiveLength(LengthPolicy):
         self._plain_over_curve: dict[
             int, float
         ] = {}  # what plain steps took by what the curve says, by bits of their sequences
+        self._timed_until: dict[int, int] = {}  # the decision before which plain steps are timed again, by the same bits
         self._num_decisions = 0
         self._in_vain = 0  # rests in a row before which time was lost, by no lookup
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         """Return the lengths of the decision that holds, or of a new one."""
         self._hold -= 1
-        if self._hold >= 0 and self._decided.keys() >= set(seq_ids):
+        is_in_debt = self._lost > self.SLACK * self._plain(len(seq_ids))
+        if self._hold >= 0 and not is_in_debt and self._decided.keys() >= set(seq_ids):
             return [self._decided[seq_id] for seq_id in seq_ids]
         hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
         lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
         self._hold, self._num_decisions, has_rested = self.HOLD - 1, self._num_decisions + 1, self.rest > 0
-        is_in_debt = self._lost > self.SLACK * self._plain(len(seq_ids))
-        if not has_rested and (is_in_debt or not any(lengths)):
+        is_untimed = self._num_decisions > self._timed_until.get(len(seq_ids).bit_length(), 0)
+        if not has_rested and (is_in_debt or is_untimed or not any(lengths)):
             lengths = [0] * len(seq_ids)
             self._rest(len(seq_ids))
         else:
@@ -157,6 +163,7 @@ class AdaptiveLength(LengthPolicy):
 
     def _rest(self, num_seqs: int) -> None:
         """Set how long to back off, by what was lost."""
+        self._timed_until[num_seqs.bit_length()] = self._num_decisions + self.TIMED_EACH
         steps, self._hold = self.BACK_OFF * self._lost / self._plain(num_seqs), 0
         steps *= 1 << min(self._in_vain, self.PATIENCE)
         self._in_vain = self._in_vain + 1 if self._lost > 0 and not self._is_lookup else 0
