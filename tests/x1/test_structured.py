@@ -474,6 +474,7 @@ NO_END: list[tuple[dict[str, Any], str]] = [
     ({"json": {**OBJECT_OF, "patternProperties": {"^(a|b)$": {}}, "minProperties": 2}}, "listed in .properties"),
     ({"json": {"items": {"minProperties": 2}}}, "one name could be given several times: name at least 1 of them"),
     ({"json": {"patternProperties": {"^a": {}}, "required": ["ab"], "minProperties": 3}}, "2 of them .* strict=False"),
+    ({"json": {"properties": {"a": False, "b": False}, "minProperties": 3}}, "2 of them in required"),
     ({"grammar": 'start: %json {"minProperties": 2}'}, "one name could be given several times"),
     ({"json": {**OBJECT_OF, "required": ["a"]}}, "required property 'a'"),
     ({"json": {"type": "array", "minItems": 3, "maxItems": 2}}, "greater than maxItems"),

@@ -180,12 +180,12 @@ def _without_empty_patterns(schema: Schema) -> Schema:
 
 def _require_countable(schema: Schema) -> None:
     """Raise ValueError if the library may fill up `minProperties` with one name again and again: it counts each time."""
-    least, names = schema.get("minProperties", 0), {*(schema.get("properties") or {}), *(schema.get("required") or [])}
+    least, names = schema.get("minProperties", 0), {*(schema.get("required") or [])}  # all others: the library refuses
     has_others = schema.get("patternProperties") or schema.get("additionalProperties") is not False
     if _is_number(least) and least > len(names) + 1 and has_others:
         raise ValueError(
             f"minProperties asks for {least} properties, and one name could be given several times: name at least {int(least) - 1} "
-            "of them in properties and required, or say strict=False, which lets a name count as often as it comes"
+            "of them in required, or say strict=False, which lets a name count as often as it comes"
         )
 
 
