@@ -440,7 +440,13 @@ ENDS: list[dict[str, Any]] = [
     {"type": "integer", "minimum": -(2**63), "maximum": 5 - 2**63 + 2**20},
     {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
     {**OBJECT_OF, "patternProperties": {"^(a|b)$": {"const": 1}}, "required": ["a", "b"], "minProperties": 2},
-    {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a", "b"], "minProperties": 3, "maxProperties": 3},
+    {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a", "b"],
+        "minProperties": 3,
+        "maxProperties": 3,
+    },
     {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
     {
         **OBJECT_OF,

@@ -108,7 +108,9 @@ def test_an_update_reaches_the_head(
     target = hybrid_checkpoint("qwen3_5_moe_text" if experts else "qwen3_next", "LF", tied=False)
     old, new = (with_head(tmp_path / str(seed), target, FEW, seed, stacked=experts) for seed in (1, 2))
     load = [Request(prompt, GREEDY) for prompt in prompts([20, 5], seed=3)]
-    engine = make_engine(milestone=milestone, model=str(old), **({} if milestone == "m2" else {"block_size": 4}), **mtp())
+    engine = make_engine(
+        milestone=milestone, model=str(old), **({} if milestone == "m2" else {"block_size": 4}), **mtp()
+    )
     drafted, tensors = Drafted().watch(monkeypatch), load_file(new / "model.safetensors")
     alone = {name: w for name, w in tensors.items() if not name.startswith("mtp.")}
     first = next(name for name in tensors if name.startswith("mtp."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -79,8 +80,10 @@ class HeadModelRunner(VerifyingModelRunner):
         path = self._setup.path if weights is None else weights
         if self.head.is_in_checkpoint and not (weights is None and self._setup.config.random_weights):
             if isinstance(path, Path):
-                for _ in passed_on(self.head, read_tensors(path, {}, None, partial(only_of, self.head))):
-                    pass
+                own = read_tensors(
+                    path, {}, None, lambda name, t: [(name, t)] if [*self.head.local_tensors(name, t)] else []
+                )
+                deque(passed_on(self.head, own), maxlen=0)
             else:
                 weights = passed_on(self.head, path)
         super().load_weights(weights)
@@ -275,11 +278,6 @@ def sequences_of(batch: ForwardBatch) -> torch.Tensor:
     if batch.num_decodes == batch.num_seqs:
         return count
     return torch.searchsorted(batch.query_start_loc[1:].long(), count, right=True).clamp(max=batch.num_seqs - 1)
-
-
-def only_of(head: Any, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return a tensor of the checkpoint, if it is one of the head's."""
-    return [(name, tensor)] if [*head.local_tensors(name, tensor)] else []
 
 
 def passed_on(head: Any, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
