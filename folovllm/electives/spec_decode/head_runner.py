@@ -77,15 +77,13 @@ class HeadModelRunner(VerifyingModelRunner):
 
     def load_weights(self, weights: Path | Tensors | None) -> None:
         """As the parent. A head in the model's checkpoint gets the weights that these hold for it, all of them, or keeps its own."""
-        path = self._setup.path if weights is None else weights
-        if self.head.is_in_checkpoint and not (weights is None and self._setup.config.random_weights):
-            if isinstance(path, Path):
-                own = read_tensors(
-                    path, {}, None, lambda name, t: [(name, t)] if [*self.head.local_tensors(name, t)] else []
-                )
-                deque(passed_on(self.head, own), maxlen=0)
+        given, head = self._setup.path if weights is None else weights, cast(Any, self.head)
+        if head.is_in_checkpoint and not (weights is None and self._setup.config.random_weights):
+            if isinstance(given, Path):
+                own = read_tensors(given, {}, None, lambda name, t: [(name, t)] * bool([*head.local_tensors(name, t)]))
+                deque(passed_on(head, own), maxlen=0)
             else:
-                weights = passed_on(self.head, path)
+                weights = passed_on(head, given)
         super().load_weights(weights)
 
     def _take(self, i: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -292,8 +290,7 @@ def passed_on(head: Any, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]
             require_usable(name, part, PLAIN)
             copy_weight(head.checkpoint_name(own), part, places)
         yield name, tensor
-    if len(places) == count:
-        return
-    if places:
+    if 0 < len(places) < count:
         raise ValueError(f"the given set of weights lacks {some_of(places)}")
-    head.weights_loaded()
+    if not places:
+        head.weights_loaded()
