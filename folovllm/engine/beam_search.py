@@ -66,6 +66,7 @@ def search_beams(
     engine: LLMEngine, generate: Generate, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
     """Return the best `beam_width` answers to each prompt that the search finds. `generate` answers prompts by `engine`."""
+    require(isinstance(params, BeamSearchParams), f"params must be a BeamSearchParams, not {params!r}")
     setup, tokenizer = engine.setup, engine.get_tokenizer()
     most = setup.config.max_logprobs // 2  # of each beam twice as many tokens are looked at as there are beams
     wide = f"beam_width is {params.beam_width}, and this engine searches {most} beams at most"

@@ -36,11 +36,14 @@ class DraftHead(Protocol):
             plus the residual stream), ascending. None wanted: the target's last hidden state, behind its last norm.
         target_ids: [Vd] int64, the target's id of each draft id, ascending, where the head knows a part of the vocabulary;
             None: its logits are the target's own, in the shape of its head's.
+        is_in_checkpoint: its weights are in the target's checkpoint. Then it has the loader's `local_tensors`, `checkpoint_name`
+            and `weights_loaded`, and an update of the target's weights may bring it others.
     """
 
     config: Any
     aux_layers: tuple[int, ...]
     target_ids: torch.Tensor | None
+    is_in_checkpoint: bool
 
     @staticmethod
     def check(setup: EngineSetup, path: Path) -> None:

@@ -376,3 +376,8 @@ class TestBeamSearch:
         for fields in ({"beam_width": 0, "max_tokens": 1}, {"beam_width": 1, "max_tokens": 1.5}):
             with pytest.raises(ValueError, match="must be a whole number of at least 1"):
                 BeamSearchParams(**fields)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("params", [None, SamplingParams()], ids=type)
+    def test_parameters_of_another_kind(self, llm: LLM, params: Any) -> None:
+        with pytest.raises(ValueError, match="params must be a BeamSearchParams, not"):
+            llm.beam_search(["Hello"], params)

@@ -168,7 +168,7 @@ FLAGS: dict[str, tuple[str, list[Any]]] = {
     "served_model_name": ("give printable", [[""], [" x"], ["a", "b\n"]]),
     "cors_origin": (
         "give one as",
-        [[x] for x in ("page.test", "", "http://a/", "https://", "ftp://x", "file://x", "http://é")],
+        [[x] for x in ("page.test", "", "http://a/", "https://", "ftp://x", "file://x", "http://é", "http://a:65536")],
     ),
     "port": ("between 0 and 65535", [70_000]),
     "max_queued_requests": ("at least 1", [0]),

@@ -440,6 +440,13 @@ ENDS: list[dict[str, Any]] = [
     {"type": "integer", "minimum": -(2**63), "maximum": 5 - 2**63 + 2**20},
     {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
     {**OBJECT_OF, "patternProperties": {"^(a|b)$": {"const": 1}}, "required": ["a", "b"], "minProperties": 2},
+    {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a", "b"],
+        "minProperties": 3,
+        "maxProperties": 3,
+    },
     {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
     {
         **OBJECT_OF,
@@ -471,6 +478,10 @@ NO_END: list[tuple[dict[str, Any], str]] = [
     ({"json": {**OBJECT_OF, "patternProperties": {"^a$": {}}, "minProperties": 2}}, "asks for 2 .* only 1"),
     ({"json": {**OBJECT_OF, **ONE_NAME, "required": ["a"], "minProperties": 2}}, "asks for 2 .* only 1"),
     ({"json": {**OBJECT_OF, "patternProperties": {"^(a|b)$": {}}, "minProperties": 2}}, "listed in .properties"),
+    ({"json": {"items": {"minProperties": 2}}}, "one name could be given several times: name at least 1 of them"),
+    ({"json": {"patternProperties": {"^a": {}}, "required": ["ab"], "minProperties": 3}}, "2 of them .* strict=False"),
+    ({"json": {"properties": {"a": False, "b": False}, "minProperties": 3}}, "2 of them in required"),
+    ({"grammar": 'start: %json {"minProperties": 2}'}, "one name could be given several times"),
     ({"json": {**OBJECT_OF, "required": ["a"]}}, "required property 'a'"),
     ({"json": {"type": "array", "minItems": 3, "maxItems": 2}}, "greater than maxItems"),
     ({"json": {"type": "array", "prefixItems": [{"const": 1}] * 2500}}, "has 2500 items, and at most 1900"),
@@ -556,6 +567,15 @@ class TestFormsThatEnd:
         grammar = GuidanceGrammar.compile(StructuredOutputsParams(json=schema), library_tokenizer())
         digits = "1" + "0" * 39
         assert grammar.num_allowed(tiny_tokenizer().encode(digits)) == most
+
+    @pytest.mark.parametrize("fields", [{"strict": False}, {}], ids=["strict=False", "lenient"])
+    def test_names_count_as_often_as_they_come_where_that_is_asked_for(self, fields: dict[str, Any]) -> None:
+        schema = {"type": "object", "minProperties": 2, "x-guidance": {"lenient": True}}
+        form = StructuredOutputsParams(json=schema, **fields)
+        if not fields:
+            form = StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}")
+        grammar = GuidanceGrammar.compile(form, library_tokenizer())
+        assert [grammar.num_allowed(tiny_tokenizer().encode(text)) for text in ('{"a":1}', '{"a":1,"a":1}')] == [6, 13]
 
     def test_white_space_in_an_embedded_schema_is_bounded(self) -> None:
         text = 'start: "%json {" %json {"type": "array", "items": {"const": 1}} %json { }'

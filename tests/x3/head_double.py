@@ -25,6 +25,7 @@ class MeanHead(nn.Module):
 
     aux_layers: tuple[int, ...] = ()
     target_ids: torch.Tensor | None = None
+    is_in_checkpoint = False
 
     def __init__(self, setup: EngineSetup, target: LlamaForCausalLM) -> None:
         super().__init__()

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from folovllm.electives.rollouts.sleep import sleep, wake_up
+from folovllm.electives.rollouts.weights import update_weights
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts
 from tests.workloads import Request, serve
@@ -96,6 +98,47 @@ def test_what_a_sample_depends_on_is_kept() -> None:
     pair = Pair.of(demanding(), model=str(a_model()), milestone="m6", block_size=4, max_num_seqs=6)
     engine = make_engine(**pair.fields, **mtp(adaptive=True))
     pair.check(serve(engine, pair.requests))
+
+
+@pytest.mark.parametrize(("milestone", "experts"), [("m2", True), ("m6", False)])
+def test_an_update_reaches_the_head(
+    milestone: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a folder, as a mapping, and one tensor after the other; without its tensors it keeps its own."""
+    target = hybrid_checkpoint("qwen3_5_moe_text" if experts else "qwen3_next", "LF", tied=False)
+    old, new = (with_head(tmp_path / str(seed), target, FEW, seed, stacked=experts) for seed in (1, 2))
+    load = [Request(prompt, GREEDY) for prompt in prompts([20, 5], seed=3)]
+    engine = make_engine(
+        milestone=milestone, model=str(old), **({} if milestone == "m2" else {"block_size": 4}), **mtp()
+    )
+    drafted, tensors = Drafted().watch(monkeypatch), load_file(new / "model.safetensors")
+    alone = {name: w for name, w in tensors.items() if not name.startswith("mtp.")}
+    first = next(name for name in tensors if name.startswith("mtp."))
+
+    def check(folder: Path) -> None:
+        drafted.found.clear()
+        outputs = serve(engine, load)
+        texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
+        assert check_drafts(drafted, folder, texts) > 10
+
+    check(old)
+    for weights in new, alone, old, tensors, old, iter(tensors.items()), alone:
+        update_weights(engine, weights)
+        check(weights if isinstance(weights, Path) else new)
+    update_weights(engine, old)
+    for wrong, says in (
+        ({name: w for name, w in tensors.items() if name != first}, "lacks mtp"),
+        (tensors | {first: tensors[first][..., 1:]}, f"{first}|mtp.* has shape"),
+        (tensors | {first: tensors[first].to(torch.int64)}, "int64"),
+        (tensors | {"mtp.norm.bias": torch.zeros(3)}, "mtp.norm.bias.* no place"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            update_weights(engine, wrong)
+        check(old)
+    update_weights(engine, new)
+    sleep(engine, 2)
+    wake_up(engine)
+    check(old)  # what it began with
 
 
 CROWDED: dict[str, dict[str, Any]] = {

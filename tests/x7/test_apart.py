@@ -187,9 +187,12 @@ def test_many_at_once_under_pressure_in_many_pieces(run: Run, monkeypatch: pytes
     run(compare())
 
 
-def test_strangers_hold_nothing_up(run: Run, apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They send nothing, rubbish, a length that is too large, half a message, or ask for what is no prompt."""
+def test_strangers_hold_nothing_up(
+    run: Run, apart: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They send nothing, rubbish, a length that is too large, half a message, or ask for what is no prompt. Nor do they fill the log."""
     monkeypatch.setattr(prefill, "PATIENCE", 0.5)
+    apart.server._logged_at = -prefill.QUIET
     hello = wire.MAGIC + b"1" * 16
     rubbish = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, hello[:-1], hello, hello + bytes(32))
     no_prompts = ((b"123", 0), (bytes(64), 1), (bytes(64), -1), (b"", 0), (b"\xff" * 64, 0), (bytes(64 * 40), 0))
@@ -220,6 +223,15 @@ def test_strangers_hold_nothing_up(run: Run, apart: Pair, monkeypatch: pytest.Mo
                 await asyncio.sleep(0.05)
         for _, writer in strangers:
             writer.close()
+        assert caplog.text.count("a peer is refused") == 1 < apart.server._num_unlogged
+        apart.server._logged_at -= prefill.QUIET
+        _, writer = await asyncio.open_connection("127.0.0.1", apart.port)
+        writer.write(rubbish[1])
+        async with asyncio.timeout(10):
+            while apart.server._num_unlogged:
+                await asyncio.sleep(0.05)
+        assert "others since the last such line" in caplog.messages[-1] and "(0 others" not in caplog.messages[-1]
+        writer.close()
 
     run(disturb())
 

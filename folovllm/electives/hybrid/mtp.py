@@ -37,6 +37,7 @@ class MtpHead(nn.Module):
     config: Any
     aux_layers: tuple[int, ...] = ()
     target_ids: torch.Tensor | None = None
+    is_in_checkpoint = True
     reorder = None
     _target: list[LlamaForCausalLM]  # in a list: its weights are none of this module's
 

@@ -37,6 +37,8 @@ def route(
             raise ValueError(
                 f"a server's URL begins with http:// and names a host, and a port if need be, unlike {url!r}"
             )
+    if not host:
+        raise ValueError("--host is empty: name an address of this machine; 0.0.0.0 is all of them")
     if f"http://{host}:{port}" in urls:
         raise ValueError(
             f"--host and --port are where the router listens: http://{host}:{port} cannot be a server, too"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from folovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("folovllm")
 PATIENCE = 10.0  # seconds for the next message of a peer that owes one
+QUIET = 60.0  # seconds after one refusal in the log for which no other one is written there: strangers may come by the thousand
 NOBODYS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # of the token behind a prompt
 Engine = Any  # a server's, with `setup`, `call` and `generate`
 
@@ -41,6 +43,7 @@ class PrefillServer:
     def __init__(self, engine: Engine, secret: bytes) -> None:
         self._engine, self._secret = engine, secret
         self._peers: set[asyncio.Task[None]] = set()
+        self._num_unlogged, self._logged_at = 0, -QUIET
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ValueError if the address is not available, or the engine's K/V cannot travel."""
@@ -71,12 +74,19 @@ class PrefillServer:
         except (OSError, EOFError, asyncio.CancelledError) as error:  # it has left or says nothing, or we close
             logger.debug("a peer's connection ended: %r", error)
         except Exception as error:  # a stranger, another model, too long a prompt, an engine that drains or ended
-            logger.warning("a peer is refused: %s", error)
+            self._log(error)
             with suppress(OSError):
                 await peer.send(wire.Refusal(str(error)))
         finally:
             self._peers.discard(task)
             writer.close()
+
+    def _log(self, error: Exception) -> None:
+        """Log a refusal, at most one in `QUIET` seconds, with the number of those before it that were left out."""
+        self._num_unlogged += 1
+        if time.monotonic() >= self._logged_at + QUIET:
+            logger.warning("a peer is refused: %s (%d others since the last such line)", error, self._num_unlogged - 1)
+            self._num_unlogged, self._logged_at = 0, time.monotonic()
 
     async def _answer(self, peer: wire.Connection) -> None:
         async with asyncio.timeout(PATIENCE):

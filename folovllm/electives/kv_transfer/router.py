@@ -26,7 +26,9 @@ HOP = b"connection keep-alive te trailer transfer-encoding upgrade proxy-connect
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]  # HEAD comes with GET
 MOST_BODY = 64 << 20  # bytes; servers have a limit of their own
 CONNECT = 5.0  # seconds
-CLIENT_GONE, UNAVAILABLE = 499, 503
+NOT_MODIFIED, CLIENT_GONE, UNAVAILABLE = 304, 499, 503
+# Of an answer. With 503 an engine has ended, sleeps or drains; HTTP has no others.
+STATUSES = {*range(200, 600)} - {UNAVAILABLE}
 PAUSE = 2.0  # seconds for which a server that failed comes last
 
 
@@ -71,11 +73,11 @@ class Router:
             try:
                 sending = self._client.send(self._passed_on(server, request, bytes(body)), stream=True)
                 answer = await unless(left(request), sending)
-                if answer.status_code != UNAVAILABLE:
+                if answer.status_code in STATUSES:
                     return Passed(server, answer)
-                await answer.aclose()  # its engine has ended, sleeps or drains
-                raise httpx.TransportError(f"status {UNAVAILABLE}")
-            except httpx.LocalProtocolError as error:  # the client's fault, and no server's
+                await answer.aclose()
+                raise httpx.TransportError(f"status {answer.status_code}")
+            except (httpx.LocalProtocolError, httpx.InvalidURL) as error:  # the client's fault, and no server's
                 return refusal(400, f"the request cannot be passed on: {error}")
             except httpx.TransportError as error:
                 server.failed_at, why = time.monotonic(), f"{why}; {server.url}: {error or type(error).__name__}"
@@ -98,7 +100,8 @@ class Passed(StreamingResponse):
 
     def __init__(self, server: Server, answer: httpx.Response) -> None:
         super().__init__(answer.aiter_raw(), answer.status_code)
-        self.raw_headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in HOP]
+        dropped = [*HOP, b"content-length"] if answer.status_code == NOT_MODIFIED else HOP  # of a body that never comes
+        self.raw_headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in dropped]
         self._server, self._answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -58,7 +58,8 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
     Args:
         weights: a checkpoint, named as a model is (`EngineConfig.model`), or a folder with its tensors alone; or tensors by the
             checkpoint's names, on any device and in any float dtype (codes in their own). What is iterated over may come from
-            elsewhere, one tensor at a time (`folovllm.electives.rollouts.transfer`).
+            elsewhere, one tensor at a time (`folovllm.electives.rollouts.transfer`). A head that drafts gets the tensors of a
+            checkpoint for it (`mtp.`), all of them, if these are among the weights. Without them its drafts fit less well.
         in_flight: what becomes of running requests. "wait" finishes them with the old weights, "abort" ends them, and "keep"
             lets them go on: their later tokens come from the new weights, over K/V of the old ones. What they report meanwhile
             comes from the engine's next steps, also after a failure.
@@ -85,7 +86,10 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
 
 def require_fitting(worker: Worker, setup: EngineSetup, weights: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError if these leave out one of the model's weights, do not fit one, or are no numbers of its kind."""
-    model = inner_runner(worker).model
+    runner = inner_runner(worker)
+    if (head := getattr(runner, "head", None)) is not None and head.is_in_checkpoint:
+        require_fitting_head(head, weights)
+    model = runner.model
     if quantized_layers(model):  # repacked, so its places are not those of a checkpoint
         model = build_model(setup.hf_config, setup.dtype, "meta")
     places = checkpoint_places(model)
@@ -102,6 +106,19 @@ def require_fitting(worker: Worker, setup: EngineSetup, weights: Mapping[str, to
                 pop_destination(given, torch.Size(), {})
     if places:
         raise ValueError(f"the given set of weights lacks {some_of(map(model.checkpoint_name, places))}")
+
+
+def require_fitting_head(head: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError if these hold some weights of a `DraftHead` and leave one out, or do not fit one. They may hold none."""
+    places = {head.checkpoint_name(name): place for name, place in checkpoint_places(head).items()}
+    own = [(given, *part) for given, tensor in weights.items() for part in head.local_tensors(given, tensor)]
+    for given, own_name, tensor in own:
+        require_usable(given, tensor, PLAIN)
+        if (name := head.checkpoint_name(own_name)) not in places:
+            pop_destination(name, torch.Size(), {})
+        require_place(name, tensor, places)
+    if own and places:
+        raise ValueError(f"the given set of weights lacks {some_of(places)}")
 
 
 def require_place(name: str, tensor: torch.Tensor, places: dict[str, Destination]) -> None:
@@ -248,7 +265,7 @@ def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
 
     What the engine keeps in another form is a copy: norms that add 1 (Gemma 3, Qwen3.5), projections in another order
     (Qwen3-Next). If a norm was folded into the product behind it, the norm's weights are ones here too. A head for drafts
-    (`mtp.`) is not among them, and no update changes it: texts stay right, and its drafts fit less well.
+    (`mtp.`) is not among them; an update that holds its tensors changes it, too.
 
     Raises:
         ValueError: the model is in several parts, quantized or not ours.

@@ -113,6 +113,11 @@ class ServerConfig:
             for text in getattr(self, field_name):
                 if not pattern.fullmatch(text) or not text.isprintable():
                     raise ValueError(f"{field_name} {text!r} {wrong}")
+        for origin in self.cors_origin:
+            if (port := re.search(r":(\d+)$", origin)) and int(port[1][:6]) > 65535:
+                raise ValueError(
+                    f"cors_origin {origin!r} is no origin: give one as https://page.example:8443, up to 65535"
+                )
         self.cors_origin = [  # as browsers write it
             re.sub(r"^(http://.+):80$|^(https://.+):443$", r"\1\2", origin.lower()) for origin in self.cors_origin
         ]

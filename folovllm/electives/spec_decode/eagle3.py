@@ -92,6 +92,7 @@ class Eagle3Head(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     reorder: Callable[..., torch.Tensor] | None = None
+    is_in_checkpoint = False
 
     def __init__(self, config: Eagle3Config, layers: LayerSet, max_model_len: int, stored: Mapping[str, Any]) -> None:
         """`stored`: the names of the tensors in the folder. The target's embedding and head serve where it has none."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,8 +18,11 @@ from folovllm.electives.spec_decode.heads import KeptStates, chain_places, head_
 from folovllm.electives.spec_decode.verify_runner import VerifyingModelRunner
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
+from folovllm.layers.linear import PLAIN
 from folovllm.models.draft_head import DraftHead
+from folovllm.models.given_tensors import as_named, require_usable
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.loader import Tensors, checkpoint_places, copy_weight, read_tensors, some_of
 from folovllm.models.model_config import head_dim_of, num_kv_heads_of
 from folovllm.sample.sampler import SamplingBatch
 from folovllm.step.forward_batch import ForwardBatch
@@ -69,6 +74,17 @@ class HeadModelRunner(VerifyingModelRunner):
         if setup.device.type == "cuda" and setup.config.tensor_parallel_size == 1:
             self._beside = torch.cuda.Stream(setup.device)
         self._ids = None if self.head.target_ids is None else own_ids(self.head.target_ids, model)
+
+    def load_weights(self, weights: Path | Tensors | None) -> None:
+        """As the parent. A head in the model's checkpoint gets the weights that these hold for it, all of them, or keeps its own."""
+        given, head = self._setup.path if weights is None else weights, cast(Any, self.head)
+        if head.is_in_checkpoint and not (weights is None and self._setup.config.random_weights):
+            if isinstance(given, Path):
+                own = read_tensors(given, {}, None, lambda name, t: [(name, t)] * bool([*head.local_tensors(name, t)]))
+                deque(passed_on(head, own), maxlen=0)
+            else:
+                weights = passed_on(head, given)
+        super().load_weights(weights)
 
     def _take(self, i: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Keep the hidden state before layer `i`: what the one before returned, plus the residual stream."""
@@ -260,3 +276,21 @@ def sequences_of(batch: ForwardBatch) -> torch.Tensor:
     if batch.num_decodes == batch.num_seqs:
         return count
     return torch.searchsorted(batch.query_start_loc[1:].long(), count, right=True).clamp(max=batch.num_seqs - 1)
+
+
+def passed_on(head: Any, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the target's new weights, and copy on the way those of the head into it.
+
+    Raises ValueError for a tensor that the head has no place for, and behind the last one if they are not all of the head's.
+    """
+    places = {head.checkpoint_name(name): place for name, place in checkpoint_places(head).items()}
+    count = len(places)
+    for name, tensor in map(as_named, weights):
+        for own, part in head.local_tensors(name, tensor):
+            require_usable(name, part, PLAIN)
+            copy_weight(head.checkpoint_name(own), part, places)
+        yield name, tensor
+    if 0 < len(places) < count:
+        raise ValueError(f"the given set of weights lacks {some_of(places)}")
+    if not places:
+        head.weights_loaded()

@@ -33,16 +33,21 @@ def with_an_end(schema: Schema) -> Schema:
     """Return a schema of the same documents without commas that lead nowhere, and without whole numbers beyond 64 bits.
 
     Raises:
-        ValueError: no document is finite; a name may begin that cannot end; or a number is none of the library's.
+        ValueError: no document is finite; a name may begin that cannot end; a number is none of the library's; or, unless the
+            library is told to be lenient, repeated names could make up `minProperties`.
     """
     schema = _map(schema, _with_bounds)  # first of all: the library meets no other numbers below
     endless = _endless_references(schema)
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    is_strict = not schema.get("x-guidance", {}).get("lenient")
 
     def change(inner: Schema) -> Schema | bool:
         if inner.get("$ref") in endless:
             return False
-        return _without_empty_patterns(_without_forbidden_names(inner, shared))
+        inner = _without_empty_patterns(_without_forbidden_names(inner, shared))
+        if is_strict:
+            _require_countable(inner)
+        return inner
 
     rewritten: Schema = _map(schema, change)
     return rewritten
@@ -171,6 +176,17 @@ def _without_empty_patterns(schema: Schema) -> Schema:
     if not _has_names(names, dict.fromkeys(kept, False), {}):
         found["additionalProperties"] = False
     return found
+
+
+def _require_countable(schema: Schema) -> None:
+    """Raise ValueError if the library may fill up `minProperties` with one name again and again: it counts each time."""
+    least, names = schema.get("minProperties", 0), {*(schema.get("required") or [])}  # all others: the library refuses
+    has_others = schema.get("patternProperties") or schema.get("additionalProperties") is not False
+    if _is_number(least) and least > len(names) + 1 and has_others:
+        raise ValueError(
+            f"minProperties asks for {least} properties, and one name could be given several times: name at least {int(least) - 1} "
+            "of them in required, or say strict=False, which lets a name count as often as it comes"
+        )
 
 
 def _has_names(taken: list[str], patterns: Schema, additional: Schema | bool) -> bool:
