@@ -422,10 +422,10 @@ class TestErrors:
 
 OBJECT_OF = {"type": "object", "additionalProperties": False}
 ONE_NAME = {"properties": {"a": {"const": 1}}, "patternProperties": {"^a$": {"type": "integer"}}}
+LEAF = {**OBJECT_OF, "properties": {"leaf": {"const": 1}}, "required": ["leaf"]}
+NODE = {"anyOf": [{"$ref": "#/$defs/tree"}, LEAF]}
+TREE = {**OBJECT_OF, "properties": {"left": NODE, "right": NODE}, "required": ["left", "right"]}
 ENDS: list[dict[str, Any]] = [
-    {**OBJECT_OF, **ONE_NAME, "required": ["a"]},
-    {**OBJECT_OF, **ONE_NAME},
-    {**OBJECT_OF, "patternProperties": {"^(a|b)$": {"enum": [1, 2]}}, "required": ["a", "b"]},
     {
         **OBJECT_OF,
         "properties": {"b": {"enum": [3, 7]}},
@@ -433,49 +433,35 @@ ENDS: list[dict[str, Any]] = [
         "required": ["b"],
     },
     {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^(?s:.*)$": {"enum": [1, 2]}}},
-    {"$defs": {"o": {**OBJECT_OF, **ONE_NAME}}, "type": "array", "items": {"$ref": "#/$defs/o"}, "minItems": 2},
-    {**OBJECT_OF, "patternProperties": {"^a": False, "^b$": {"const": 1}}},
-    {**OBJECT_OF, "properties": {"a": {}, "b c": {"const": 1}}, "patternProperties": {"^\\S+$": False}},
-    {"patternProperties": {"^a$": False}, "type": "object", "maxProperties": 1, "additionalProperties": {"const": 1}},
-    {"type": "integer", "minimum": -(2**63), "maximum": 5 - 2**63 + 2**20},
-    {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
-    {**OBJECT_OF, "patternProperties": {"^(a|b)$": {"const": 1}}, "required": ["a", "b"], "minProperties": 2},
+    {**OBJECT_OF, "properties": {"id": {"type": "integer"}}, "patternProperties": {"^x-": {"type": "boolean"}}},
+    {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
-    {
-        **OBJECT_OF,
-        "$defs": {"loop": {"$ref": "#/$defs/loop"}},
-        "properties": {"a": {"$ref": "#/$defs/loop"}, "b": {"type": "array", "items": {"$ref": "#/$defs/loop"}}},
-        "patternProperties": {"c.*d": {"$ref": "#/$defs/loop"}},
-    },
+    {"$defs": {"tree": TREE}, "$ref": "#/$defs/tree"},
 ]
+NOWHERE, PATTERNS = "an answer may come to where it finds no end", "patternProperties forbids names"
 NO_END: list[tuple[dict[str, Any], str]] = [
-    ({"grammar": 'start: "a" X\nX: /a/ & /b/'}, "no text matches X"),
-    ({"grammar": 'start: "x"{300} /[^\\s\\S]/'}, "no text matches /"),
-    ({"grammar": 'start: p::0\np::_ : "a" p::incr(_) %if lt(_, 300)'}, "parametric rules"),
-    ({"grammar": 'start : "b" | x\n  x : "a" x'}, ": x leads back to itself"),
-    ({"grammar": 'start: x y\nx: "a" x\ny: %lark {\n start: x\n x: "c"{2}\n}'}, ": start leads back to itself"),
-    ({"json": {**OBJECT_OF, "patternProperties": {"^a": False, "^.$": {}}}}, "not disjoint"),
+    ({"grammar": 'start: "a" X\nX: /a/ & /b/'}, NOWHERE),
+    ({"grammar": 'start: "x"{300} /[^\\s\\S]/'}, NOWHERE),
+    ({"grammar": 'start: p::0\np::_ : "a" p::incr(_) %if lt(_, 300)'}, NOWHERE),
+    ({"grammar": 'start : "b" | x\n  x : "a" x'}, NOWHERE),
+    ({"grammar": 'start: x y\nx: "a" x\ny: %lark {\n start: x\n x: "c"{2}\n}'}, NOWHERE),
+    ({"grammar": 'start: "a" %json {"$ref": "#"}'}, NOWHERE),
+    ({"grammar": 'root ::= "(" root ")"'}, NOWHERE),
+    ({"grammar": 'root ::= a\na ::= ([a-z] a)+ | "x" a'}, NOWHERE),
+    ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, NOWHERE),
+    ({"json": {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["a"]}}, NOWHERE),
+    ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "no text matches it"),
+    ({"json": {**OBJECT_OF, **ONE_NAME}}, NOWHERE),
+    ({"json": {**OBJECT_OF, **ONE_NAME, "required": ["a"], "minProperties": 2}}, NOWHERE),
+    ({"json": {**OBJECT_OF, "patternProperties": {"^(a|b)$": {"enum": [1, 2]}}, "required": ["a", "b"]}}, NOWHERE),
+    ({"json": {"type": "array", "items": {**OBJECT_OF, **ONE_NAME}, "minItems": 2}}, NOWHERE),
+    ({"json": {**OBJECT_OF, "patternProperties": {"^a": False, "^b$": {"const": 1}}}}, PATTERNS),
+    ({"json": {"type": "object", "patternProperties": {"f.*o": False}}}, PATTERNS),
+    ({"json": {**OBJECT_OF, "patternProperties": {"^a": {"const": 1}, "^.$": {}}}}, "not disjoint"),
     ({"json": OBJECT, "whitespace_pattern": "((( *)*)*)*"}, "too many expressions"),
-    ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "back to themselves"),
-    ({"json": {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["a"]}}, "back to themselves"),
-    ({"json": {"type": "object", "patternProperties": {"f.*o": False}}}, "forbids all names with 'f"),
-    (
-        {"json": {"type": "object", "patternProperties": {"^a": {"minItems": 3, "maxItems": 2, "type": "array"}}}},
-        "forbids",
-    ),
-    ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "back to themselves"),
-    ({"grammar": 'start: "a" %json {"$ref": "#"}'}, "^structured_outputs holds a JSON schema .* back to themselves"),
-    ({"grammar": 'start: "(" start ")"'}, "no text of it is finite"),
-    ({"grammar": 'root ::= "(" root ")"'}, "no text of it is finite"),
-    ({"grammar": 'root ::= a\na ::= ([a-z] a)+ | "x" a'}, ": a leads back to itself"),
-    ({"json": {**OBJECT_OF, "patternProperties": {"^a$": {}}, "minProperties": 2}}, "asks for 2 .* only 1"),
-    ({"json": {**OBJECT_OF, **ONE_NAME, "required": ["a"], "minProperties": 2}}, "asks for 2 .* only 1"),
-    ({"json": {**OBJECT_OF, "patternProperties": {"^(a|b)$": {}}, "minProperties": 2}}, "listed in .properties"),
     ({"json": {**OBJECT_OF, "required": ["a"]}}, "required property 'a'"),
     ({"json": {"type": "array", "minItems": 3, "maxItems": 2}}, "greater than maxItems"),
-    ({"json": {"type": "array", "prefixItems": [{"const": 1}] * 2500}}, "has 2500 items, and at most 1900"),
     ({"json": {"type": "object", "properties": {f"{i}": {} for i in range(900)}}}, "max is 2000"),
-    ({"grammar": 'start: "x" | a\na: "b" a'}, ": a leads back to itself"),
     ({"grammar": 'start: "a" | b\nb: "%json {" %json {"enum": ["%json {", -9223372036854775808]}'}, "kept exactly"),
 ]
 
@@ -528,11 +514,9 @@ class TestFormsThatEnd:
             ({"items": {"enum": [0.1, -(2**63)]}}, "beyond those that are kept exactly"),
             ({"type": ["integer", "string"], "enum": [-1e20]}, "beyond those that are kept exactly"),
             ({"anyOf": [{"type": "integer"}, {"enum": [{"a": [10**400]}]}]}, "beyond those that are kept exactly"),
-            (
-                {"type": "integer", "minimum": -(10**19), "maximum": 5 - 10**19},
-                "maximum is -9999999999999999995, beyond",
-            ),
-            ({"type": "integer", "exclusiveMinimum": 1e19}, "exclusiveMinimum is 1e.19, beyond"),
+            ({"type": "integer", "minimum": -(10**19), "maximum": 5 - 10**19}, "-9999999999999999995 is beyond"),
+            ({"type": "integer", "exclusiveMinimum": 1e19}, "1e.19 is beyond"),
+            ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5}, "9007199254740993 is beyond"),
             ({"patternProperties": {"a.": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"enum": [-(2**63)]}}}, "exactly"),
         ],
     )
@@ -563,7 +547,7 @@ class TestFormsThatEnd:
         assert grammar.num_allowed(tiny_tokenizer().encode("%json {[ 1 ,\n 1]7")) == 17
         assert grammar.num_allowed(tiny_tokenizer().encode("%json {[  1")) == 9
 
-    def test_separators_and_texts_of_fractions_are_bounded(self) -> None:
+    def test_separators_are_bounded(self) -> None:
         def allowed(schema: dict[str, Any], text: str, **fields: Any) -> int:
             form = StructuredOutputsParams(json=schema, **fields)
             return GuidanceGrammar.compile(form, library_tokenizer()).num_allowed(tiny_tokenizer().encode(text))
@@ -572,18 +556,6 @@ class TestFormsThatEnd:
             schema = {"type": "array", "items": {"const": 1}, "x-guidance": options}
             for fields in {}, {"disable_any_whitespace": True}:
                 assert allowed(schema, "[1," + " " * 40, **fields) <= 3 + 17
-        for bound, texts in (
-            ({"exclusiveMinimum": 1}, ("1.0000000000000000000001", "1.0000000000000002")),
-            ({"exclusiveMaximum": 1.5, "maximum": 2}, ("1.49999999999999999999999", "1.4999")),
-            ({"exclusiveMinimum": 0}, ("0." + "0" * 330 + "1", "0." + "0" * 60 + "1")),
-        ):
-            wrong, right = (allowed({"type": "number", **bound}, f"{text} ") == len(text) for text in texts)
-            place = GuidanceGrammar.compile(
-                StructuredOutputsParams(json={"type": "number", **bound}), library_tokenizer()
-            )
-            assert (
-                [place.copy().inner.consume_tokens(tiny_tokenizer().encode(t)) for t in texts] and right and not wrong
-            )
 
     @pytest.mark.parametrize(("pattern", "most"), [("[ \\n]*", 16), (" {2,}", 18), (" +| ?", 17), ("[ *+]{0,3}", 3)])
     def test_a_pattern_of_white_space_that_has_no_end_is_bounded(self, pattern: str, most: int) -> None:
