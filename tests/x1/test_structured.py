@@ -435,6 +435,7 @@ ENDS: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^(?s:.*)$": {"enum": [1, 2]}}},
     {**OBJECT_OF, "properties": {"id": {"type": "integer"}}, "patternProperties": {"^x-": {"type": "boolean"}}},
     {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a", "b"], "minProperties": 3, "maxProperties": 3},
     {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
     {"$defs": {"tree": TREE}, "$ref": "#/$defs/tree"},
 ]
@@ -459,6 +460,10 @@ NO_END: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "object", "patternProperties": {"f.*o": False}}}, PATTERNS),
     ({"json": {**OBJECT_OF, "patternProperties": {"^a": {"const": 1}, "^.$": {}}}}, "not disjoint"),
     ({"json": OBJECT, "whitespace_pattern": "((( *)*)*)*"}, "too many expressions"),
+    ({"json": {**OBJECT_OF, "patternProperties": {"^a$": {}}, "minProperties": 2}}, "one name could be given several times"),
+    ({"json": {"patternProperties": {"^a": {}}, "required": ["ab"], "minProperties": 3}}, "2 of them .* strict=False"),
+    ({"json": {"properties": {"a": False, "b": False}, "minProperties": 3}}, "2 of them in required"),
+    ({"grammar": 'start: %json {"minProperties": 2}'}, "one name could be given several times"),
     ({"json": {**OBJECT_OF, "required": ["a"]}}, "required property 'a'"),
     ({"json": {"type": "array", "minItems": 3, "maxItems": 2}}, "greater than maxItems"),
     ({"json": {"type": "object", "properties": {f"{i}": {} for i in range(900)}}}, "max is 2000"),
@@ -479,7 +484,7 @@ class TestFormsThatEnd:
                 assert allowed, f"nothing follows {text!r}"
                 if place.is_accepting():
                     break
-                closing = [t for t in allowed if tiny_tokenizer().decode([t]) in ('"', "}", "]")]
+                closing = [t for t in allowed if bytes_of()[t] in (b'"', b"}", b"]")]
                 token = rng.choice(closing if closing and rng.random() < 0.3 else [t for t in allowed if t])
                 text += bytes_of()[token]
                 place.accept_token(token)
@@ -540,6 +545,15 @@ class TestFormsThatEnd:
         grammar = GuidanceGrammar.compile(StructuredOutputsParams(json=schema), library_tokenizer())
         digits = "1" + "0" * 39
         assert grammar.num_allowed(tiny_tokenizer().encode(digits)) == most
+
+    @pytest.mark.parametrize("fields", [{"strict": False}, {}], ids=["strict=False", "lenient"])
+    def test_names_count_as_often_as_they_come_where_that_is_asked_for(self, fields: dict[str, Any]) -> None:
+        schema = {"type": "object", "minProperties": 2, "x-guidance": {"lenient": True}}
+        form = StructuredOutputsParams(json=schema, **fields)
+        if not fields:
+            form = StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}")
+        grammar = GuidanceGrammar.compile(form, library_tokenizer())
+        assert [grammar.num_allowed(tiny_tokenizer().encode(text)) for text in ('{"a":1}', '{"a":1,"a":1}')] == [6, 13]
 
     def test_white_space_in_an_embedded_schema_is_bounded(self) -> None:
         text = 'start: "%json {" %json {"type": "array", "items": {"const": 1}} %json { }'

@@ -108,7 +108,7 @@ def source_of(asked: StructuredOutputsParams) -> str:
     if schema is False:
         raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
     overrides = {"whitespace_flexible": not asked.disable_any_whitespace, "lenient": not asked.strict}
-    written = rewritten({} if schema is True else schema, whitespace)
+    written = rewritten({} if schema is True else schema, whitespace | {"lenient": not asked.strict})
     return str(compiler.grammar_from_json_schema(written, overrides=overrides))
 
 

@@ -23,9 +23,16 @@ def with_an_end(schema: Schema) -> Schema:
     """Return a schema of the same documents in which whole numbers without a bound have 64 bits.
 
     Raises:
-        ValueError: a number is none of the library's; or names are forbidden by a pattern, so that one may begin and never end.
+        ValueError: a number is none of the library's; names are forbidden by a pattern, so that one may begin and never end; or,
+            unless the library is told to be lenient, repeated names could make up `minProperties`.
     """
-    rewritten: Schema = _map(schema, _with_bounds)
+    is_strict = not schema.get("x-guidance", {}).get("lenient")
+
+    def change(inner: Schema) -> Schema:
+        _require_names(inner, is_strict)
+        return _with_bounds(inner)
+
+    rewritten: Schema = _map(schema, change)
     return rewritten
 
 
@@ -44,10 +51,21 @@ def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
     return change(found)
 
 
-def _with_bounds(schema: Schema) -> Schema:
-    patterns = schema.get("patternProperties")
-    if isinstance(patterns, dict) and any(inner is False for inner in patterns.values()):
+def _require_names(schema: Schema, is_strict: bool) -> None:
+    """Raise ValueError if a pattern forbids names, or if one name could fill up `minProperties`: the library counts each time."""
+    patterns, least = schema.get("patternProperties") or {}, schema.get("minProperties", 0)
+    if any(inner is False for inner in patterns.values()):
         raise ValueError("patternProperties forbids names: describe the names that may be, with additionalProperties false")
+    names = {*(schema.get("required") or [])}  # an optional one may be impossible
+    has_others = patterns or schema.get("additionalProperties") is not False
+    if is_strict and _is_number(least) and least > len(names) + 1 and has_others:
+        raise ValueError(
+            f"minProperties asks for {least} properties, and one name could be given several times: name at least {int(least) - 1} "
+            "of them in required, or say strict=False, which lets a name count as often as it comes"
+        )
+
+
+def _with_bounds(schema: Schema) -> Schema:
     for number in _numbers_in([schema.get("const"), schema.get("enum")]):
         _require_exact(number)
     schema = {key: _bound(key, value) if key in (*LEAST, *MOST) else value for key, value in schema.items()}
