@@ -40,9 +40,9 @@ NO_GRAMMAR = "structured_outputs holds a grammar that cannot be used"
 NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
 WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
 BYTE_WALKS, BYTE_STEPS = 24, 120  # of `require_way_on`: some 10 ms
-LONGEST_END = 10_000  # choices up to an end, for one of the walks: some forms are long, and recursive ones end by chance
+LONGEST_END = 10_000  # choices up to an end, for the first walk: some forms are long
 BYTE_SECONDS = 0.25  # of a processor's time, after which walks end: in an ambiguous grammar one takes seconds
-STRUCTURE, SPACE = frozenset(b'{}[]:,"0aet'), frozenset(b" \n\t")  # what leads through a document, and between its parts
+STRUCTURE, SPACE = frozenset(b'{}[]:,"0aet'), frozenset(b" \n\t")  # leads through a document, between its parts
 RANK = [2 if chr(byte).isalnum() else 3 if byte in b"{[(<|+*\\" else 0 if byte in b'"}])' else 1 for byte in range(512)]
 FEW = 16  # masks that are made one after the other: more of them on several threads
 

@@ -55,7 +55,7 @@ def _require_names(schema: Schema, is_strict: bool) -> None:
     """Raise ValueError if a pattern forbids names, or if one name could fill up `minProperties`: the library counts each time."""
     patterns, least = schema.get("patternProperties") or {}, schema.get("minProperties", 0)
     if any(inner is False for inner in patterns.values()):
-        raise ValueError("patternProperties forbids names: describe the names that may be, with additionalProperties false")
+        raise ValueError("patternProperties forbids names: describe those that may be, with additionalProperties false")
     names = {*(schema.get("required") or [])}  # an optional one may be impossible
     has_others = patterns or schema.get("additionalProperties") is not False
     if is_strict and _is_number(least) and least > len(names) + 1 and has_others:
