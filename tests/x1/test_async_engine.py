@@ -296,11 +296,8 @@ class TestThread:
                     )
 
 
-class TestConfiguration:
-    def test_an_engine_config_says_all(self) -> None:
-        with pytest.raises(ValueError, match="put seed into it"):
-            AsyncEngine(EngineConfig(), seed=1)
-
-    def test_an_unknown_transport(self) -> None:
-        with pytest.raises(ValueError, match="choose one of thread, process"):
-            AsyncEngine(transport="pigeon")
+def test_what_cannot_be_configured() -> None:
+    with pytest.raises(ValueError, match="put seed into it"):
+        AsyncEngine(EngineConfig(), seed=1)
+    with pytest.raises(ValueError, match="choose one of thread, process"):
+        AsyncEngine(transport="pigeon")

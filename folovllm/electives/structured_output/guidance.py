@@ -7,6 +7,7 @@ It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a ma
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
@@ -167,7 +168,7 @@ def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
     for seed in range(BYTE_WALKS):
         chance, place = random.Random(seed), start.deep_copy()
         likely, share = (STRUCTURE, 0.7) if seed % 4 else (SPACE, 0.95)
-        walk(place, chance, chance.randrange(BYTE_STEPS) if seed % 3 else 0, likely, share)
+        walk(place, chance, chance.randrange(BYTE_STEPS) if seed % 3 else 0, likely, share, deadline)
         error = place.get_error()
         if error.startswith("Parser Error") or "too many expressions" in error:
             require_good(asked, error)
@@ -199,11 +200,16 @@ def finds_end(place: Any, chance: random.Random, steps: int, deadline: float) ->
     return False
 
 
-def walk(place: Any, chance: random.Random, steps: int, likely: Collection[int] = (), share: float = 0) -> None:
-    """Move a place so many tokens on. A `share` of them is of `likely` at least, where the grammar allows some of them."""
+def walk(
+    place: Any, chance: random.Random, steps: int, likely: Collection[int] = (), share: float = 0, end: float = math.inf
+) -> None:
+    """Move a place so many tokens on. A `share` of them is of `likely` at least, where the grammar allows some of them.
+
+    At `end`, in seconds of the process, the walk ends.
+    """
     for _ in range(steps):
         allowed = allowed_at(place)
-        if place.is_stopped() or not allowed:
+        if place.is_stopped() or not allowed or time.process_time() > end:
             break
         first = [token for token in allowed if token in likely]
         place.consume_token(chance.choice(first if first and chance.random() < share else allowed))
