@@ -152,7 +152,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/server/app.py", "", "entrypoints/openai/api_server.py"),
         ("electives/server/errors.py", "", ""),
         ("electives/server/metrics.py", "", "v1/metrics/loggers.py"),
-        ("electives/server/http_protocol.py", "", ""),
         ("electives/server/listener.py", "", ""),
         ("electives/server/serve.py", "", "entrypoints/openai/api_server.py"),
         ("electives/structured_output/choice.py", "", ""),

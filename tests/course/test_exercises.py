@@ -69,10 +69,13 @@ def found(test: str) -> ast.AST:
     return node
 
 
-def functions_in(node: ast.AST) -> list[ast.FunctionDef]:
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_in(node: ast.AST) -> list[Function]:
     """The test functions of a file or a class, or the function itself."""
-    nodes = [node] if isinstance(node, ast.FunctionDef) else list(ast.iter_child_nodes(node))
-    return [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
+    nodes = [node] if isinstance(node, Function) else list(ast.iter_child_nodes(node))
+    return [n for n in nodes if isinstance(n, Function) and n.name.startswith("test")]
 
 
 @each_exercise

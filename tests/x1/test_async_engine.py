@@ -251,9 +251,10 @@ class TestThread:
         async def main() -> None:
             await AsyncEngine(transport=ThreadTransport(fail)).start()
 
+        before = {*threading.enumerate()}
         with pytest.raises(kind, match=str(error)):
             asyncio.run(asyncio.wait_for(main(), 30))
-        assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+        assert "engine" not in {thread.name for thread in {*threading.enumerate()} - before}, "it has ended"
 
     def test_answers_are_those_of_the_synchronous_engine(self) -> None:
         """Text, tokens, log-probabilities, reasons: with stop strings, stop tokens, several answers and special tokens."""
@@ -296,11 +297,8 @@ class TestThread:
                     )
 
 
-class TestConfiguration:
-    def test_an_engine_config_says_all(self) -> None:
-        with pytest.raises(ValueError, match="put seed into it"):
-            AsyncEngine(EngineConfig(), seed=1)
-
-    def test_an_unknown_transport(self) -> None:
-        with pytest.raises(ValueError, match="choose one of thread, process"):
-            AsyncEngine(transport="pigeon")
+def test_what_cannot_be_configured() -> None:
+    with pytest.raises(ValueError, match="put seed into it"):
+        AsyncEngine(EngineConfig(), seed=1)
+    with pytest.raises(ValueError, match="choose one of thread, process"):
+        AsyncEngine(transport="pigeon")

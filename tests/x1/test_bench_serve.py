@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +162,9 @@ class TestClient:
         assert read(HEAD + chunked(b'data: {"error":{"message":"died"}}\n\n')).error == '{"message":"died"}'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Background]:
-    with Background(max_model_len=512) as server:
-        yield server
+@pytest.fixture
+def server(open_server: Background) -> Background:
+    return open_server
 
 
 def small(points: list[Point]) -> Sweep:

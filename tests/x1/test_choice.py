@@ -35,15 +35,6 @@ def spelled(choices: list[bytes], so_far: bytes) -> list[str]:
     return ["end" if i == END else TOKENS[i].decode() for i in choice_mask(VOCABULARY, choices, so_far, [END])]
 
 
-def test_a_case_by_hand() -> None:
-    """ "yes" and "no", from the beginning to the end."""
-    choices = [b"yes", b"no"]
-    assert choice_mask(VOCABULARY, choices, b"", [END]) == [0, 1, 2, 5, 6, 9], "all that begins yes or no; both tokens"
-    assert choice_mask(VOCABULARY, choices, b"y", [END]) == [3], "only es goes on from y: ye would make yye"
-    assert choice_mask(VOCABULARY, choices, b"ye", [END]) == [4], "only s goes on from ye"
-    assert choice_mask(VOCABULARY, choices, b"yes", [END]) == [END], "it is complete: nothing but the end"
-
-
 def test_one_choice_begins_another() -> None:
     assert choice_mask(VOCABULARY, [b"yes", b"yesno"], b"yes", [END]) == [5, 6, END], "it may end, or go on"
     assert choice_mask(VOCABULARY, [b"yes", b"yesno"], b"", [END]) == [0, 1, 2, 9, 10], "each token once, in order"

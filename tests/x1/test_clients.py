@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -15,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from folovllm.electives.server.config import ServerConfig
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
-from tests.x1.background import Background, eventually, served
+from tests.x1.background import Background, eventually
 
 KEY = "a-key"
 MODEL = "little"
@@ -23,10 +22,9 @@ STORY = "Once upon a time"
 QUESTION: Any = [{"role": "user", "content": "Tell me about Lily."}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Background]:
-    config = ServerConfig(api_key=["another", KEY], served_model_name=[MODEL, "stories"])
-    yield from served(config, max_model_len=512)
+@pytest.fixture
+def server(keyed_server: Background) -> Background:
+    return keyed_server
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,20 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from folovllm.electives.server.aggregator import Served
-from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.stream import OutputCollector, Stream
 from folovllm.engine.output_processor import RequestState
-from tests.helpers import tiny_checkpoint
-from tests.x1.background import PATIENCE, Background, events_in, eventually, served
+from tests.x1.background import PATIENCE, Background, events_in, eventually
 from tests.x1.test_edges import post
 
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Background]:
-    config = ServerConfig(max_body_size=50_000)
-    yield from served(config, model=str(tiny_checkpoint()), max_model_len=512, max_num_seqs=32)
+@pytest.fixture
+def server(tiny_server: Background) -> Background:
+    return tiny_server
 
 
 def raw(
@@ -80,7 +76,7 @@ class Readers:
         self._thread.join(PATIENCE)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def whole_story(server: Background) -> str:
     status, said = server.ask("/v1/completions", STORY)
     assert status == 200
@@ -160,7 +156,7 @@ class TestClientsThatSayNothing:
         story = STORY | {"stream": True}
         with raw(server, story | {"max_tokens": 1}) as connection:
             assert read_to_the_end(connection)
-            monkeypatch.setattr("folovllm.electives.server.http_protocol.HEADER_SECONDS", 0.05)
+            monkeypatch.setattr("folovllm.electives.server.listener.HEADER_SECONDS", 0.05)
             monkeypatch.setattr("folovllm.electives.server.app.BODY_SECONDS", 0.05)
             connection.sendall(post(story))
             assert read_to_the_end(connection) == whole_story
@@ -168,7 +164,7 @@ class TestClientsThatSayNothing:
             with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
                 connection.sendall(begun)
                 assert connection.recv(1) == b""
-        monkeypatch.setattr("folovllm.electives.server.http_protocol.HEADER_SECONDS", PATIENCE)
+        monkeypatch.setattr("folovllm.electives.server.listener.HEADER_SECONDS", PATIENCE)
         with raw(server, STORY, cut=1) as connection:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
 

@@ -117,6 +117,10 @@ class TestDocuments:
         }
         answer = client.chat.completions.create(**chat(response_format={"type": "json_schema", "json_schema": loose}))
         assert isinstance(json.loads(answer.choices[0].message.content or ""), list)
+        for strict in (None, False):
+            described: Any = {"type": "json_schema", "json_schema": loose | {"strict": strict, "schema": {"const": 1}}}
+            answer = client.chat.completions.create(**chat(response_format=described))
+            assert answer.choices[0].message.content == "1"
         json_object = client.chat.completions.create(**chat(response_format={"type": "json_object"}, max_tokens=20))
         assert (json_object.choices[0].message.content or "").startswith("{")
         body: Any = {"structured_outputs": {"regex": "[0-9]{3}"}}
@@ -131,6 +135,10 @@ class TestDocuments:
             (
                 {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
                 "structured_outputs", "JSON schema that cannot be used: Invalid type",
+            ),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": 1}}},
+                "response_format", "strict must be True or False",
             ),
             ({"extra_body": {"structured_outputs": {"regexp": "a"}}}, "structured_outputs", "unknown field 'regexp'"),
             (

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,14 @@ from folovllm.electives.structured_output.vocabulary import Vocabulary, read_voc
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint
-from tests.x1.background import PATIENCE, Background, eventually, served
+from tests.x1.background import PATIENCE, Background, eventually
 
 CHECKER = "folovllm.electives.structured_output.grammar_check"
-OBJECT = {"type": "object"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Background]:
-    """Of the embedded model, whose tokens are of many lengths."""
-    yield from served(max_model_len=256)
+@pytest.fixture
+def server(open_server: Background) -> Background:
+    return open_server
 
 
 def ask(server: Background, **fields: Any) -> tuple[int, dict[str, Any]]:
@@ -61,14 +58,6 @@ def memory() -> int:
     return sum(int(stat.read_text().split()[1]) for stat in stats if stat.exists()) * os.sysconf("SC_PAGESIZE") >> 20
 
 
-class TestFields:
-    @pytest.mark.parametrize(("strict", "wanted"), [(1, 400), ("yes", 400), ([], 400), (None, 200), (False, 200)])
-    def test_strict_of_a_format(self, server: Background, strict: object, wanted: int) -> None:
-        described = {"name": "x", "schema": OBJECT, "strict": strict}
-        status, reply = ask(server, response_format={"type": "json_schema", "json_schema": described})
-        assert status == wanted and (status == 200 or "strict" in reply["error"]["message"]), reply
-
-
 def doubled(depth: int) -> str:
     """A grammar whose one text is 2 ** `depth` letters long."""
     return "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(depth)) + f'a{depth}: "x"'
@@ -76,10 +65,7 @@ def doubled(depth: int) -> str:
 
 BOMBS: dict[str, dict[str, Any]] = {
     "a large prime": {"json": {"type": "integer", "multipleOf": 62615533}},
-    "a prime": {"json": {"type": "integer", "multipleOf": 1000003}},
     "primes multiplied": {"json": {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}},
-    "a prime in a list": {"json": {"type": "array", "items": {"type": "integer", "multipleOf": 1000003}}},
-    "repetitions": {"regex": "(a{1000}){1000}"},
     "repetitions later": {"regex": "x{3}(a{1000}){1000}"},
     "repetitions of up to": {"regex": "(a{1,1000}){1,1000}"},
     "long": {"regex": "a{1000000000}"},
@@ -91,20 +77,9 @@ BOMBS: dict[str, dict[str, Any]] = {
     "patternProperties": {"json": {"patternProperties": {f".*{a}.*b.{{30}}": {} for a in "cdefghijkl"}}},
     "nested": {"json": '{"items":' * 3000 + "{}" + "}" * 3000},
     "doubled": {"grammar": doubled(40)},
-    "Lark": {"grammar": 'start: (("x"{1,1000}){1,1000}){1,1000}'},
     "GBNF": {"grammar": 'root ::= (("x"{1000}){1000}){1000}'},
     "a grammar in several ways": {"grammar": 'start: e\ne: e e | e "+" e | "x" | "y" | "xy"'},
 }  # fmt: skip
-NO_TEXT: dict[str, dict[str, Any]] = {
-    "no letter": {"regex": r"[^\s\S]"},
-    "no letter at the end": {"regex": r"ab[^\s\S]"},
-    "itself": {"grammar": "start: start"},
-    "nothing behind it": {"grammar": 'start: "x" a\na: a'},
-    "its own reference": {"json": {"$ref": "#"}},
-    "longer than it may be": {"json": {"type": "string", "minLength": 5, "maxLength": 3}},
-    "one of none": {"json": {"enum": []}},
-    "a part that cannot be": {"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}},
-}
 
 
 class TestCost:
@@ -125,11 +100,6 @@ class TestCost:
         assert most - before < 300, f"the server has taken {most - before} MiB"
         if status == 400 and "too complex" in (message := reply["error"]["message"]):
             assert message.startswith("structured_outputs is") and "--grammar-seconds" in message
-
-    @pytest.mark.parametrize("form", NO_TEXT.values(), ids=list(NO_TEXT))
-    def test_no_text(self, server: Background, form: dict[str, Any]) -> None:
-        status, reply = ask(server, structured_outputs=form)
-        assert status == 400, reply
 
     def test_who_leaves_ends_it(self) -> None:
         """A check without a limit ends with its client; if its process was killed, there is another. Without grammars, none."""
@@ -187,20 +157,11 @@ class TestChoices:
             answer.fill(words)
         assert counted.num_asked < 128 * vocabulary.longest * (1 + len(choices) // 64)
 
-    def test_masks_of_many(self, vocabulary: Vocabulary) -> None:
-        """Beyond those that are kept they are made anew, and the same."""
-        choices = [f"{i:03}".encode() for i in range(1000)]
-        shared = Choices(vocabulary, choices, [0])
-        for _ in range(2):
-            for i in range(100):
-                (mask,) = shared.mask(f"{i:02}".encode(), 9).nonzero()
-                assert mask.tolist() == [1], "the ten digits are tokens 48 to 57"
 
-
-@pytest.fixture(scope="module")
-def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def strange(tmp_path: Path) -> Path:
     """A byte-level tokenizer two of whose tokens have letters that stand for no byte."""
-    folder = tmp_path_factory.mktemp("strange") / "model"
+    folder = tmp_path / "model"
     shutil.copytree(tiny_checkpoint(), folder)
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text())
@@ -211,19 +172,17 @@ def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class TestStrangeTokens:
-    def test_they_stand_for_what_they_are_decoded_to(self, strange: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(strange)
-        bytes_of = read_vocabulary(tokenizer).bytes_of
-        for name in ("a b", "Ġ日", "Ġ", "a"):
-            assert bytes_of[tokenizer.get_vocab()[name]].decode() == decoders.ByteLevel().decode([name])
-
-    def test_forms(self, strange: Path) -> None:
-        forms: list[Any] = [{"choice": ["yes", "a b"]}, {"regex": "yes|no"}, {"regex": "yes", "after": "e"}]
-        params = [SamplingParams(structured_outputs=form, max_tokens=60, seed=3) for form in forms]
-        with LLM(str(strange), max_model_len=200, device="cpu", use_tqdm=False) as llm:
-            choice, regex, behind = (output["text"] for output in llm.generate([[5]] * 3, params, use_tqdm=False))
-        assert choice in ("yes", "a b") and regex in ("yes", "no") and behind
+def test_strange_tokens_stand_for_what_they_are_decoded_to(strange: Path) -> None:
+    """And a form is kept with them."""
+    tokenizer = AutoTokenizer.from_pretrained(strange)
+    bytes_of = read_vocabulary(tokenizer).bytes_of
+    for name in ("a b", "Ġ日", "Ġ", "a"):
+        assert bytes_of[tokenizer.get_vocab()[name]].decode() == decoders.ByteLevel().decode([name])
+    forms: list[Any] = [{"choice": ["yes", "a b"]}, {"regex": "yes|no"}, {"regex": "yes", "after": "e"}]
+    params = [SamplingParams(structured_outputs=form, max_tokens=60, seed=3) for form in forms]
+    with LLM(str(strange), max_model_len=200, device="cpu", use_tqdm=False) as llm:
+        choice, regex, behind = (output["text"] for output in llm.generate([[5]] * 3, params, use_tqdm=False))
+    assert choice in ("yes", "a b") and regex in ("yes", "no") and behind
 
 
 def test_too_complex_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:

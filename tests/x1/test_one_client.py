@@ -47,11 +47,19 @@ def server() -> Iterator[Background]:
 
 CHATS: Any = [{"role": "user", "content": "a"}]
 TOO_MUCH: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/completions", {"prompt": "a", "allowed_token_ids": [1] * 300_000}, "allowed_token_ids has 300000"),
-    ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}}, "logit_bias has 70000"),
+    (
+        "/v1/completions",
+        {"prompt": "a", "allowed_token_ids": [1] * 300_000},
+        "allowed_token_ids: Expected `array` of length <= 262144",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}},
+        "logit_bias: Expected `object` of length <= 65536",
+    ),
     ("/v1/chat/completions", {"messages": CHATS * 260}, "at least 260 tokens"),
     ("/tokenize", {"messages": CHATS * 260}, "at least 260 tokens"),
-    ("/detokenize", {"tokens": [5] * 1_100_000}, "tokens has 1100000"),
+    ("/detokenize", {"tokens": [5] * 1_100_000}, "tokens: Expected `array` of length <= 1048576"),
     ("/v1/completions", {"prompt": ["a"] * 5, "n": 4}, "has 20 sequences, and the queue holds 16"),
     ("/v1/completions", {"prompt": [[5]] * 17}, "has 17 sequences, and the queue holds 16"),
     ("/v1/completions", {"prompt": "a", "n": 17, "stream": True}, "has 17 sequences, and the queue holds 16"),

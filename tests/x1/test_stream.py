@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import pytest
@@ -47,15 +47,18 @@ def stream_of(params: SamplingParams = DELTAS, collector: OutputCollector | None
     return Stream(number, str(number), seqs, 0.0, collector or OutputCollector(), lambda stream: None)
 
 
-def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a test's coroutine; what would wait for ever fails."""
-    try:
-        return asyncio.run(asyncio.wait_for(main(), 10))
-    except TimeoutError:
-        pytest.fail(
-            "the reader was never woken: `put` gives the future that `get` waits on a result, however it comes",
-            pytrace=False,
-        )
+def in_a_loop(test: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
+    """A test that runs in an event loop of its own; what would wait for ever fails."""
+
+    @wraps(test)
+    def run(self: Any) -> None:
+        try:
+            asyncio.run(asyncio.wait_for(test(self), 10))
+        except TimeoutError:
+            says = "the reader was never woken: `put` gives the future that `get` waits on a result, however it comes"
+            pytest.fail(says, pytrace=False)
+
+    return run
 
 
 def woken(waiting: asyncio.Task[Any]) -> bool:
@@ -77,11 +80,6 @@ def text_of(stream: Stream) -> str:
 def stopped_by(whole: str, cut: int) -> str:
     """The stop string that begins at `cut`; empty if none does."""
     return next((stop for stop in STOPS if whole[cut:].startswith(stop)), "")
-
-
-def spoken(said: Any) -> str:
-    """The last word about an answer: its finish reason."""
-    return str(said.outputs[0].finish_reason)
 
 
 class TestFeed:
@@ -178,24 +176,17 @@ class TestFeed:
         stream.feed(Delta(0, 1, [], "length"), 2.0)
         assert stream.is_finished, "now both are"
 
-    def test_the_end_says_why(self) -> None:
-        async def main() -> tuple[Any, ...]:
-            stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("z")))
-            stream.feed(Delta(0, 0, ids_of("a")), 1.0)
-            stream.feed(Delta(0, 0, ids_of("z")), 2.0)
-            stream.feed(Delta(0, 0, [], "stop"), 2.0)
-            output = await anext(stream)
-            answer = output.outputs[0]
-            return (
-                answer.text,
-                answer.finish_reason,
-                answer.stop_reason,
-                output.finished,
-                stream.metrics.finish_time,
-            )
-
-        said = ("a", "stop", ids_of("z")[0], True, 2.0)
-        assert run(main) == said, "the token that stopped it is no text, and is the reason; it ended at second 2"
+    @in_a_loop
+    async def test_the_end_says_why(self) -> None:
+        stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("z")))
+        stream.feed(Delta(0, 0, ids_of("a")), 1.0)
+        stream.feed(Delta(0, 0, ids_of("z")), 2.0)
+        stream.feed(Delta(0, 0, [], "stop"), 2.0)
+        output = await anext(stream)
+        answer = output.outputs[0]
+        said = (answer.text, answer.finish_reason, answer.stop_reason)
+        assert said == ("a", "stop", ids_of("z")[0]), "the token that stopped it is no text, and is the reason"
+        assert output.finished and stream.metrics.finish_time == 2.0, "it ended at second 2"
 
     def test_the_last_token_and_the_end_in_one_delta(self) -> None:
         """The token first: it is the one that ended the answer."""
@@ -212,21 +203,17 @@ class TestFeed:
         assert stream.is_finished, "to be given up is an end"
         assert stream.seqs[0].stop_reason is None, "it wrote no token, so none of its own stopped it"
 
-    def test_who_wants_the_whole_is_not_woken_before_the_end(self) -> None:
-        collector = OutputCollector()
+    @in_a_loop
+    async def test_who_wants_the_whole_is_not_woken_before_the_end(self) -> None:
+        collector, seen = OutputCollector(), list[bool]()
         stream = stream_of(replace(DELTAS, output_kind=RequestOutputKind.FINAL_ONLY), collector)
-
-        async def main() -> list[bool]:
-            waiting = asyncio.ensure_future(collector.get())
-            seen = []
-            for delta in (Delta(0, 0, ids_of("a")), Delta(0, 0, ids_of("b")), Delta(0, 0, [], "length")):
-                stream.feed(delta, 1.0)
-                await turns()
-                seen.append(woken(waiting))
-            waiting.cancel()
-            return seen
-
-        assert run(main) == [False, False, True], "a token is no news for it, only the end is"
+        waiting = asyncio.ensure_future(collector.get())
+        for delta in (Delta(0, 0, ids_of("a")), Delta(0, 0, ids_of("b")), Delta(0, 0, [], "length")):
+            stream.feed(delta, 1.0)
+            await turns()
+            seen.append(woken(waiting))
+        waiting.cancel()
+        assert seen == [False, False, True], "a token is no news for it, only the end is"
 
     def test_who_wants_the_whole_waits_for_all_answers(self) -> None:
         collector = OutputCollector()
@@ -290,89 +277,77 @@ class TestFeed:
 
 
 class TestMailbox:
-    def test_one_wake_up_for_many(self) -> None:
-        async def main() -> list[int]:
-            collector = OutputCollector()
-            streams = [stream_of(collector=collector, number=i) for i in range(3)]
-            waiting = asyncio.ensure_future(collector.get())
-            await turns()
-            assert not woken(waiting), "nobody has news: it waits"
-            assert collector._waiter is not None and not collector._waiter.done(), (
-                "it waits on a future, and takes no time; who asks again and again keeps a core busy"
-            )
-            for stream in streams[:2]:
-                stream.feed(Delta(0, 0, ids_of("a")), 1.0)
-            await turns()
-            assert woken(waiting), "two streams have news, and who waits is woken"
-            return [stream.number for stream in waiting.result()]
-
-        assert run(main) == [0, 1], "both at once, in the order in which they had news; not the third"
-
-    def test_news_that_are_there_are_not_waited_for(self) -> None:
-        async def main() -> list[int]:
-            collector = OutputCollector()
-            stream_of(collector=collector, number=4).feed(Delta(0, 0, ids_of("a")), 1.0)
-            waiting = asyncio.ensure_future(collector.get())
-            await turns()
-            assert woken(waiting), "the news came before the reader, and nobody will say it again"
-            return [stream.number for stream in waiting.result()]
-
-        assert run(main) == [4], "the stream that has news"
-
-    def test_news_are_handed_out_once(self) -> None:
-        async def main() -> bool:
-            collector = OutputCollector()
-            stream = stream_of(collector=collector)
+    @in_a_loop
+    async def test_one_wake_up_for_many(self) -> None:
+        collector = OutputCollector()
+        streams = [stream_of(collector=collector, number=i) for i in range(3)]
+        waiting = asyncio.ensure_future(collector.get())
+        await turns()
+        assert not woken(waiting), "nobody has news: it waits"
+        assert collector._waiter is not None and not collector._waiter.done(), (
+            "it waits on a future, and takes no time; who asks again and again keeps a core busy"
+        )
+        for stream in streams[:2]:
             stream.feed(Delta(0, 0, ids_of("a")), 1.0)
-            await collector.get()
-            stream.take()
-            waiting = asyncio.ensure_future(collector.get())
-            await turns()
-            assert not woken(waiting), "there is nothing new: it waits"
-            stream.feed(Delta(0, 0, ids_of("b")), 1.0)
-            await turns()
-            return woken(waiting)
+        await turns()
+        assert woken(waiting), "two streams have news, and who waits is woken"
+        numbers = [stream.number for stream in waiting.result()]
+        assert numbers == [0, 1], "both at once, in the order in which they had news; not the third"
 
-        assert run(main), "and the second time it is woken, too"
+    @in_a_loop
+    async def test_news_that_are_there_are_not_waited_for(self) -> None:
+        collector = OutputCollector()
+        stream_of(collector=collector, number=4).feed(Delta(0, 0, ids_of("a")), 1.0)
+        waiting = asyncio.ensure_future(collector.get())
+        await turns()
+        assert woken(waiting), "the news came before the reader, and nobody will say it again"
+        assert [stream.number for stream in waiting.result()] == [4], "the stream that has news"
 
-    def test_more_news_while_the_reader_is_about_to_wake(self) -> None:
+    @in_a_loop
+    async def test_news_are_handed_out_once(self) -> None:
+        collector = OutputCollector()
+        stream = stream_of(collector=collector)
+        stream.feed(Delta(0, 0, ids_of("a")), 1.0)
+        await collector.get()
+        stream.take()
+        waiting = asyncio.ensure_future(collector.get())
+        await turns()
+        assert not woken(waiting), "there is nothing new: it waits"
+        stream.feed(Delta(0, 0, ids_of("b")), 1.0)
+        await turns()
+        assert woken(waiting), "and the second time it is woken, too"
+
+    @in_a_loop
+    async def test_more_news_while_the_reader_is_about_to_wake(self) -> None:
         """A step serves many streams before the event loop turns: only the first of them wakes the reader."""
+        collector = OutputCollector()
+        waiting = asyncio.ensure_future(collector.get())
+        await turns()
+        assert not woken(waiting), "there are no news yet"
+        for i in range(3):
+            collector.put(stream_of(collector=collector, number=i))
+        await turns()
+        assert len(await waiting) == 3, "all three are there when it looks"
 
-        async def main() -> int:
-            collector = OutputCollector()
-            waiting = asyncio.ensure_future(collector.get())
-            await turns()
-            assert not woken(waiting), "there are no news yet"
-            for i in range(3):
-                collector.put(stream_of(collector=collector, number=i))
-            await turns()
-            return len(await waiting)
-
-        assert run(main) == 3, "all three are there when it looks"
-
-    def test_a_reader_that_was_cancelled_is_not_woken(self) -> None:
-        async def main() -> list[int]:
-            collector = OutputCollector()
-            waiting = asyncio.ensure_future(collector.get())
-            await turns()
-            assert not woken(waiting), "there are no news yet"
-            waiting.cancel()
-            await turns()
-            collector.put(stream_of(collector=collector, number=9))
-            return [stream.number for stream in await collector.get()]
-
-        assert run(main) == [9], "the next reader finds what came meanwhile"
+    @in_a_loop
+    async def test_a_reader_that_was_cancelled_is_not_woken(self) -> None:
+        collector = OutputCollector()
+        waiting = asyncio.ensure_future(collector.get())
+        await turns()
+        assert not woken(waiting), "there are no news yet"
+        waiting.cancel()
+        await turns()
+        collector.put(stream_of(collector=collector, number=9))
+        assert [stream.number for stream in await collector.get()] == [9], "the next reader finds what came meanwhile"
 
 
 class TestReading:
-    def test_an_error_is_raised_once(self) -> None:
-        async def main() -> list[str]:
-            stream = stream_of()
-            waiting = asyncio.ensure_future(anext(stream))
-            await turns()
-            stream.fail(ValueError("no"))
-            with pytest.raises(ValueError, match="no"):
-                await waiting
-            return [spoken(output) async for output in stream]
-
-        assert run(main) == [], "after its end a stream gives nothing"
+    @in_a_loop
+    async def test_an_error_is_raised_once(self) -> None:
+        stream = stream_of()
+        waiting = asyncio.ensure_future(anext(stream))
+        await turns()
+        stream.fail(ValueError("no"))
+        with pytest.raises(ValueError, match="no"):
+            await waiting
+        assert [output async for output in stream] == [], "after its end a stream gives nothing"

@@ -79,10 +79,8 @@ class Aggregator:
                 stats.num_draft_tokens += event.num_draft_tokens
                 stats.num_accepted += event.num_accepted
             case ev.BlocksMoved(what, place, num_blocks):
-                name = f"{what}_{place}"
-                stats.moved = stats.moved | {
-                    name: stats.moved.get(name, 0) + num_blocks
-                }  # a message may have the old one
+                moved = stats.moved.get(f"{what}_{place}", 0) + num_blocks
+                stats.moved = stats.moved | {f"{what}_{place}": moved}  # a message may have the old dictionary
             case ev.RequestAdded(seq_id, request_id, index, prompt):
                 served[seq_id] = Served(int(request_id), index, event.time, len(prompt))
             case ev.Admitted():

@@ -79,9 +79,7 @@ class AsyncEngine:
         self.is_sleeping = False  # its memory was given back for a while (X6)
         self._calls: deque[asyncio.Future[Any]] = deque()  # sent and not answered, in order
         self.counters = self._open.counters
-        self.bring: Callable[[Request], Awaitable[None]] | None = (
-            None  # brings cached K/V of a prompt from elsewhere (X7)
-        )
+        self.bring: Callable[[Request], Awaitable[None]] | None = None  # brings K/V of a prompt from elsewhere (X7)
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
 
     async def start(self) -> None:

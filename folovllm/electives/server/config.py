@@ -11,26 +11,18 @@ from folovllm.electives.structured_output.params import GrammarLimits
 
 ROLES = ("prefill", "decode")
 HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
+NO_NAME = "is no name: give one as page.example, without http:// and port"
 ORIGIN = re.compile(  # pages of other schemes have none
     r"\*|null|(?!(?:ftp|wss?|file|data|blob|about|javascript):)[a-z][a-z0-9+.-]*://(?:(?![/?#@])[!-~])+",
     re.ASCII | re.IGNORECASE,
 )
-NO_NAME = "is no name: give one as page.example, without http:// and port"
-TEXTS = (
-    (
-        "api_key",
-        re.compile(r"[!-~]|[!-~][ -~]*[!-~]"),
-        "can come in no header: give printable ASCII, no space around it",
-    ),
-    (
-        "served_model_name",
-        re.compile(r"\S|\S.*\S"),
-        "is no name to ask by: give printable characters, no space around them",
-    ),
-    ("allowed_host", HOST_NAME, NO_NAME),
-    ("inspector_host", HOST_NAME, NO_NAME),
-    ("cors_origin", ORIGIN, "is no origin: give one as https://page.example, without a path"),
-)
+TEXTS = {  # printable texts that can match something, and what is said of others
+    "api_key": (re.compile(r"[!-~]([ -~]*[!-~])?"), "can come in no header: give printable ASCII, no space around it"),
+    "served_model_name": (re.compile(r"\S(.*\S)?"), "cannot be asked for: give printable characters, no space around"),
+    "allowed_host": (HOST_NAME, NO_NAME),
+    "inspector_host": (HOST_NAME, NO_NAME),
+    "cors_origin": (ORIGIN, "is no origin: give one as https://page.example, without a path"),
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,19 +89,17 @@ class ServerConfig:
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_size", "grammar_memory"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 < self.grammar_seconds < inf:
-            raise ValueError(f"grammar_seconds must be above 0, not {self.grammar_seconds}")
+        for name in ("grammar_seconds", "peer_seconds"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if not self.drain_seconds >= 0:
             raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
-        if self.reasoning_parser not in (None, *PARSERS):
-            raise ValueError(f"reasoning_parser must be one of {', '.join(PARSERS)}, not {self.reasoning_parser!r}")
-        if self.role not in (None, *ROLES):
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
+        for name, known in (("reasoning_parser", PARSERS), ("role", ROLES)):
+            if (value := getattr(self, name)) not in (None, *known):
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
         if (self.role is None) != (self.peer is None):
             raise ValueError("role and peer belong together: give both, or none")
-        if not 0 < self.peer_seconds < inf:
-            raise ValueError(f"peer_seconds must be above 0, not {self.peer_seconds}")
-        for field_name, pattern, wrong in TEXTS:
+        for field_name, (pattern, wrong) in TEXTS.items():
             for text in getattr(self, field_name):
                 if not pattern.fullmatch(text) or not text.isprintable():
                     raise ValueError(f"{field_name} {text!r} {wrong}")

@@ -14,7 +14,7 @@ from folovllm.sampling_params import SamplingParams
 TYPES = (
     ErrorBody, protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest, protocol.DetokenizeRequest,
     replies.CompletionResponse, replies.ChatResponse, replies.ChatChunk, replies.Version, replies.ModelList,
-    replies.ModelCard, replies.Tokens, replies.Detokenized, replies.TokenizerInfo,
+    replies.ModelCard, replies.Tokens, replies.Detokenized, dict[str, Any],
 )  # fmt: skip
 STRANGERS = (
     "A field that is not listed is refused with its name, unless the server runs with --ignore-unknown-fields, or it is one "

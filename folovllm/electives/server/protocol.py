@@ -11,6 +11,13 @@ from folovllm.electives.server.errors import ApiError
 
 # For readers of /openapi.json, where the type alone says less than what is taken.
 KINDS = ({"type": "integer"}, {"type": "string"}, {"type": "array", "items": {"type": "integer"}})
+# Each token of an answer is compared with all that may stop it, and the other lists are looked at within the event loop.
+Stop = Annotated[str, msgspec.Meta(max_length=1024)]
+Stops = Annotated[list[Stop], msgspec.Meta(max_length=64)]
+StopIds = Annotated[list[int], msgspec.Meta(max_length=1024)]
+AllowedIds = Annotated[list[int], msgspec.Meta(max_length=1 << 18)]
+Bias = Annotated[dict[str, float], msgspec.Meta(max_length=1 << 16)]
+Ids = Annotated[list[int], msgspec.Meta(max_length=1 << 20)]
 Several = Annotated[list[Any], msgspec.Meta(extra_json_schema={"anyOf": [{"items": kind} for kind in KINDS]})]
 ROLE = {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": {"type": "object"}}}
 Message = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"required": ["role"], "properties": ROLE})]
@@ -38,15 +45,15 @@ class Sampling(msgspec.Struct, kw_only=True):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Bias | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: AllowedIds | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -103,7 +110,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 R = TypeVar("R", bound=msgspec.Struct)

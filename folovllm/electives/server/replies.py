@@ -167,35 +167,25 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-class TokenizerInfo(msgspec.Struct):
-    """What `/tokenizer_info` answers: how texts become ids, and conversations texts."""
-
-    tokenizer_class: str
-    vocab_size: int
-    chat_template: str | None
-    bos_token: str | None
-    eos_token: str | None
-    pad_token: str | None
-    unk_token: str | None
-    extra_special_tokens: list[str]
-    added_tokens_decoder: dict[str, dict[str, Any]]
-
-
 class Version(msgspec.Struct):
     """What `/version` answers."""
 
     version: str
 
 
-def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
-    """What `/tokenizer_info` tells of a tokenizer, by the names of `tokenizer_config.json`. No path of this machine is among them."""
+def tokenizer_info(tokenizer: Any) -> dict[str, Any]:
+    """What `/tokenizer_info` tells of a tokenizer: how texts become ids, and conversations texts, by the names of `tokenizer_config.json`. No path of this machine is among them."""
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     added = {str(id_): {flag: getattr(t, flag) for flag in flags} for id_, t in tokenizer.added_tokens_decoder.items()}
-    bos, eos, pad, unk = (getattr(tokenizer, f"{kind}_token") for kind in ("bos", "eos", "pad", "unk"))
-    extra = [token for token in tokenizer.all_special_tokens if token not in (bos, eos, pad, unk)]
+    named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     template = getattr(tokenizer, "chat_template", None)
-    template = template if isinstance(template, str) else None
-    return TokenizerInfo(type(tokenizer).__name__, len(tokenizer), template, bos, eos, pad, unk, extra, added)
+    return named | {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "chat_template": template if isinstance(template, str) else None,
+        "extra_special_tokens": [token for token in tokenizer.all_special_tokens if token not in named.values()],
+        "added_tokens_decoder": added,
+    }
 
 
 class MessageReader:

@@ -30,9 +30,6 @@ CHOICES = ("none", "auto", "required")
 SAME = set(Sampling.__struct_fields__) & SamplingParams.__dataclass_fields__.keys()  # handed on as they are
 ONE_PROMPT: tuple[Any, ...] = (str, list[int])
 PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
-MOST = {"stop": 64, "stop_token_ids": 1024}  # entries: each token of an answer is compared with all of them
-MOST |= {"allowed_token_ids": 1 << 18, "logit_bias": 1 << 16}  # each is looked at within the event loop
-LONGEST_STOP = 1024  # characters; as many are looked through again with each token
 FORMATS = (
     '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
 )
@@ -71,22 +68,11 @@ def _params(request: Sampling, defaults: dict[str, Any], fields: dict[str, Any])
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
-    _require_few(request)
     fields = {name: getattr(request, name) for name in SAME} | fields
     fields["structured_outputs"] = _structured_output(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     set_fields = {name: value for name, value in fields.items() if value is not None}
     return SamplingParams(**(defaults | set_fields), output_kind=kind)
-
-
-def _require_few(request: Sampling) -> None:
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    for name, most in MOST.items():
-        count = len(stop if name == "stop" else getattr(request, name) or ())
-        if count > most:
-            raise ApiError(400, f"{name} has {count} entries: give {most} at most", name)
-    if (longest := max(map(len, stop), default=0)) > LONGEST_STOP:
-        raise ApiError(400, f"stop has a text of {longest} characters: give {LONGEST_STOP} at most", "stop")
 
 
 def _structured_output(request: Sampling) -> StructuredOutputsParams | None:

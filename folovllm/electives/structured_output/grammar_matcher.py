@@ -57,32 +57,26 @@ class Grammar(ABC):
 class ReasoningPrefix:
     """The free text before an answer has a grammar: up to a closing text, "</think>" say, wherever tokens cut it.
 
-    The token that ends it may bring the beginning of the answer with it. New lines right behind the closing text, in the same
-    token, belong to neither.
+    New lines in the token that ends it belong to neither. A token that brings anything else behind it is forbidden.
     """
 
     def __init__(self, vocabulary: Vocabulary, closing: bytes) -> None:
         self._vocabulary, self._closing, self._tail = vocabulary, closing, b""
         self._enders = enders(vocabulary, closing)
 
-    def accept_token(self, token_id: int) -> list[int] | None:
-        """Take in a token. If the closing text has come: tokens that say what came behind it."""
-        rest = self._rest(token_id)
-        text = self._vocabulary.bytes_of.get(token_id, b"")
-        self._tail = (self._tail + text)[-len(self._closing) :]
-        return None if rest is None else spelled(self._vocabulary, rest)
+    def accept_token(self, token_id: int) -> bool:
+        """Take in a token. Whether the closing text has come."""
+        text = self._with(token_id)
+        self._tail = text[-len(self._closing) :]
+        return self._closing in text
 
-    def forbidden(self, grammar: Grammar) -> list[int]:
-        """Tokens that would end the text and bring what the answer, which is `grammar`'s, must not begin with."""
+    def forbidden(self) -> list[int]:
+        """Tokens that would end the text in the middle."""
         near = {id_ for n, ids in enumerate(self._enders) if self._tail.endswith(self._closing[:n]) for id_ in ids}
-        rests = {id_: rest for id_ in near if (rest := self._rest(id_))}
-        return [id_ for id_, rest in rests.items() if not begins(grammar, spelled(self._vocabulary, rest))]
+        return [id_ for id_ in near if self._with(id_).partition(self._closing)[2].strip(b"\n")]
 
-    def _rest(self, token_id: int) -> bytes | None:
-        """What a token would bring behind the closing text; None if that would not have come."""
-        text = self._tail + self._vocabulary.bytes_of.get(token_id, b"")
-        _, closing, rest = text.partition(self._closing)
-        return rest.lstrip(b"\n") if closing else None
+    def _with(self, token_id: int) -> bytes:
+        return self._tail + self._vocabulary.bytes_of.get(token_id, b"")
 
 
 def enders(vocabulary: Vocabulary, closing: bytes) -> list[list[int]]:
@@ -91,21 +85,6 @@ def enders(vocabulary: Vocabulary, closing: bytes) -> list[list[int]]:
     longer = [(id_, text) for id_, text in vocabulary.bytes_of.items() if last in text[:-1]]
     whole = [id_ for id_, text in longer if closing in text]
     return [whole, *([id_ for id_, text in longer if text.startswith(closing[n:])] for n in range(1, len(closing)))]
-
-
-def spelled(vocabulary: Vocabulary, text: bytes) -> list[int]:
-    """Tokens that write a text, long ones first; -1 in place of a byte that no token stands for."""
-    ids = []
-    while text:
-        end = next((n for n in range(len(text), 0, -1) if text[:n] in vocabulary.ids_of), 0)
-        ids.append(vocabulary.ids_of[text[:end]][0] if end else -1)
-        text = text[end or 1 :]
-    return ids
-
-
-def begins(grammar: Grammar, token_ids: list[int]) -> bool:
-    """Whether these tokens may come next."""
-    return -1 not in token_ids and grammar.num_allowed(token_ids) == len(token_ids)
 
 
 class GrammarMatcher:
@@ -153,7 +132,7 @@ class GrammarMatcher:
             return self.is_over
         if self._prefix is not None:
             words.fill(0)
-            set_bits(words, self._prefix.forbidden(self._grammar))
+            set_bits(words, self._prefix.forbidden())
             np.invert(words, out=words)
         elif self._grammar.is_accepting():
             words |= self._end_words(words)
@@ -180,9 +159,8 @@ class GrammarMatcher:
         if self.is_over or self.is_broken:
             return
         if self._prefix is not None:
-            if (rest := self._prefix.accept_token(token_id)) is not None:
+            if self._prefix.accept_token(token_id):
                 self._prefix = None
-                self.is_broken = not (begins(self._grammar, rest) and all(map(self._grammar.accept_token, rest)))
         elif token_id in self._end_ids and self._grammar.is_accepting():
             self.is_over = True
         else:

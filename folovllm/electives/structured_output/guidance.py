@@ -37,16 +37,14 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-KIND = {"regex": "regex", "grammar": "grammar"}  # and else a JSON schema
 NO_GRAMMAR = "structured_outputs holds a grammar that cannot be used"
 NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
 WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
-BYTE_WALKS, BYTE_STEPS = 16, 120  # of `require_way_on`: some 10 ms
-BYTE_SECONDS = 0.25  # after which the walks end: in an ambiguous grammar one takes seconds
-STRUCTURE, SPACE = (
-    frozenset(b'{}[]:,"0aet'),
-    frozenset(b" \n\t"),
-)  # bytes that lead through a document, and between its parts
+BYTE_WALKS, BYTE_STEPS = 24, 120  # of `require_way_on`: some 10 ms
+LONGEST_END = 10_000  # choices up to an end, for the first walk: some forms are long
+BYTE_SECONDS = 0.25  # of a processor's time, after which walks end: in an ambiguous grammar one takes seconds
+STRUCTURE, SPACE = frozenset(b'{}[]:,"0aet'), frozenset(b" \n\t")  # leads through a document, between its parts
+RANK = [2 if chr(byte).isalnum() else 3 if byte in b"{[(<|+*\\" else 0 if byte in b'"}])' else 1 for byte in range(512)]
 FEW = 16  # masks that are made one after the other: more of them on several threads
 
 
@@ -135,11 +133,8 @@ def rewritten(schema: Any, whitespace: dict[str, Any], **defaults: Any) -> str:
 
 
 def bounded(grammar: str) -> str:
-    """Return a grammar whose JSON schemas (`%json {...}`) are as those of requests: they end, and bound their white space.
-
-    Raises ValueError for a schema that cannot end, or if the grammar cannot.
-    """
-    parts, outline, at = "", "", 0
+    """Return a grammar whose JSON schemas (`%json {...}`) are as those of requests: they bound numbers and white space."""
+    parts, at = "", 0
     for found in re.finditer(r'"(?:\\.|[^"\\\n])*"|%json\s*(?=\{)', grammar):
         if found[0].startswith("%") and found.start() >= at:  # not within a text, and not within another schema
             try:
@@ -147,69 +142,8 @@ def bounded(grammar: str) -> str:
             except (ValueError, RecursionError):  # no JSON: the library says so
                 return parts + grammar[at:]
             parts += grammar[at : found.end()] + rewritten(schema, {}, whitespace_pattern=WHITESPACE)
-            outline += grammar[at : found.start()] + '""'
             at = end
-    require_end(outline + grammar[at:])
-    require_words(outline + grammar[at:])
     return parts + grammar[at:]
-
-
-def has_finite(alternatives: str) -> bool:
-    """Return whether one of the alternatives needs no rule that is "NO"."""
-    needed = re.sub(r"NO\s*(\?|\*|\{\s*0?\s*,|~\s*0)", "", alternatives)
-    return any("NO" not in each for each in needed.split("|"))
-
-
-def require_end(grammar: str) -> None:
-    """Raise ValueError if a rule of a grammar in Lark's notation has no finite text, since it needs itself.
-
-    The least fixed point, as of a schema's references. What is not known here counts as finite. Parametric rules (`name::value`)
-    are none of it: which of their 2**64 values have a text depends on their conditions.
-    """
-    grammar = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//.*|->.*', '""', grammar)
-    while nested := re.search(r"%lark\s*\{((?:[^{}]|\{[^{}]*\})*)\}", grammar):  # a grammar with rules of its own
-        require_end(nested[1])
-        grammar = grammar.replace(nested[0], '""')
-    if "::" in grammar:
-        raise ValueError(
-            f"{NO_GRAMMAR}: whether parametric rules (name::value) lead to an end cannot be told, so write them out"
-        )
-    _, *parts = re.split(r"^[ \t]*[?!]?([a-z_]\w*)[^:\n]*:", grammar, flags=re.MULTILINE)
-    rules, finite = dict(zip(parts[::2], parts[1::2], strict=True)), set[str]()
-
-    def is_finite(body: str) -> bool:
-        body = re.sub(r"[A-Za-z_]\w*", lambda word: "NO" if word[0] in rules.keys() - finite else '""', body)
-        while (shorter := re.sub(r"\(([^()]*)\)|\[[^\[\]]*\]", inner, body)) != body:
-            body = shorter
-        return has_finite(body)
-
-    def inner(group: re.Match[str]) -> str:  # in round brackets, or in square ones: those are optional
-        return '""' if group[1] is None or has_finite(group[1]) else "NO"
-
-    while new := {name for name, body in rules.items() if name not in finite and is_finite(body)}:
-        finite |= new
-    if endless := sorted(rules.keys() - finite):
-        raise ValueError(f"{NO_GRAMMAR}: {endless[0]} leads back to itself, so no text of it is finite")
-
-
-def require_words(grammar: str) -> None:
-    """Raise ValueError for a terminal or a regular expression of a grammar in Lark's notation that no text matches.
-
-    An answer may come to it behind more text than `require_way_on` walks through.
-    """
-    guidance, end = library(), time.process_time() + BYTE_SECONDS
-    sections = re.split(r"^(?=[ \t]*(?:[?!]?[A-Za-z_]\w*\b[^:\n]*:|%))", grammar, flags=re.MULTILINE)
-    terminals = {found[1]: section for section in sections if (found := re.match(r"\s*(_*[A-Z]\w*)\s*:", section))}
-    literal = r'"(?:\\.|[^"\\\n])*"|//.*|(/(?:\\.|[^/\\\n])+/[imslux]*)'
-    for word in [*terminals, *filter(None, re.findall(literal, grammar))]:
-        source = guidance.LLMatcher.grammar_from_lark(f"start: {word}\n" + "".join(terminals.values()))
-        place = guidance.LLMatcher(byte_tokenizer(), source, log_level=0)
-        if not place.is_error() and not place.is_accepting():
-            place.compute_bitmask()
-            if place.get_error().startswith("NoExtension"):
-                raise ValueError(f"{NO_GRAMMAR}: no text matches {word:.100}")
-        if time.process_time() > end:
-            break
 
 
 def bounded_pattern(pattern: str) -> str:
@@ -223,22 +157,69 @@ def bounded_pattern(pattern: str) -> str:
 
 
 def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
-    """Raise ValueError if a walk through the grammar, byte by byte, comes to where nothing follows and no text may end.
+    """Raise ValueError if an answer may come to where nothing follows, or if no answer ends.
 
-    Walks prefer what ends strings and numbers, so that they see much of a document in a few steps, and every fourth white space.
+    Nothing in the library says so. So walks go through the grammar byte by byte, a while where chance leads, and then look for an
+    end. They prefer what leads far through a document in few steps, and every fourth one white space.
     """
-    guidance, end = library(), time.process_time() + BYTE_SECONDS
+    guidance, deadline = library(), time.process_time() + BYTE_SECONDS
     start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+    ended = set[bool | None]()
     for seed in range(BYTE_WALKS):
+        chance, place = random.Random(seed), start.deep_copy()
         likely, share = (STRUCTURE, 0.7) if seed % 4 else (SPACE, 0.95)
-        error = error_of_walk(start, random.Random(seed), BYTE_STEPS, likely, share, end)
+        walk(place, chance, chance.randrange(BYTE_STEPS) if seed % 3 else 0, likely, share, deadline)
+        error = place.get_error()
         if error.startswith("Parser Error") or "too many expressions" in error:
             require_good(asked, error)
-        if error.startswith("NoExtensionBias"):
-            raise ValueError(
-                f"structured_outputs holds a {KIND.get(asked.kind, 'JSON schema')} that cannot be used: an answer may come to where nothing can follow, "
-                "and is not complete there"
-            )
+        ended.add(finds_end(place, chance, 250 if seed else LONGEST_END, deadline))
+        error = place.get_error()
+        if error.startswith("NoExtension") or "ff_tokens" in error:  # nothing follows, or the same for ever
+            ended = {False}
+            break
+    if False in ended and True not in ended:
+        says = "an answer may come to where it finds no end: nothing can follow, or a part leads back to itself"
+        raise ValueError(f"structured_outputs holds a {kind_of(asked)} that cannot be used: {says}")
+
+
+def finds_end(place: Any, chance: random.Random, steps: int, deadline: float) -> bool | None:
+    """Whether a walk from this place on comes to an end of the text within so many choices; None if that cannot be told.
+
+    Mostly it takes what closes before what separates, then letters and digits, and last what opens.
+    """
+    for _ in range(steps):
+        if place.is_error() or time.process_time() > deadline:
+            return None
+        if place.is_accepting() or place.is_stopped():
+            return True
+        if forced := place.compute_ff_tokens():
+            place.consume_tokens(forced)
+        elif allowed := allowed_at(place):
+            most = min(map(RANK.__getitem__, allowed)) if chance.random() < 0.9 else max(RANK)
+            place.consume_token(chance.choice([byte for byte in allowed if RANK[byte] <= most]))
+    return False
+
+
+def walk(
+    place: Any, chance: random.Random, steps: int, likely: Collection[int] = (), share: float = 0, end: float = math.inf
+) -> None:
+    """Move a place so many tokens on. A `share` of them is of `likely` at least, where the grammar allows some of them.
+
+    At `end`, in seconds of the process, the walk ends.
+    """
+    for _ in range(steps):
+        allowed = allowed_at(place)
+        if place.is_stopped() or not allowed or time.process_time() > end:
+            break
+        first = [token for token in allowed if token in likely]
+        place.consume_token(chance.choice(first if first and chance.random() < share else allowed))
+
+
+def allowed_at(place: Any) -> list[int]:
+    """The tokens that may come next."""
+    mask = np.frombuffer(place.compute_bitmask(), np.uint8)
+    allowed: list[int] = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
+    return allowed
 
 
 def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
@@ -248,37 +229,22 @@ def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
     """
     start = GuidanceGrammar.compile(asked, tokenizer).inner
     for seed in range(WALKS):
-        require_good(asked, error_of_walk(start, random.Random(seed), STEPS))
+        place = start.deep_copy()
+        walk(place, random.Random(seed), STEPS)
+        require_good(asked, place.get_error())
 
 
-def error_of_walk(
-    start: Any, chance: random.Random, steps: int, likely: Collection[int] = (), share: float = 0, end: float = math.inf
-) -> str:
-    """Return what the library says against a walk of `steps` tokens, "" if nothing.
-
-    So large a `share` of the tokens is of `likely` at least, where the grammar allows some of them. At `end`, in seconds of the process, the walk ends.
-    """
-    place = start.deep_copy()
-    for _ in range(steps):
-        mask = np.frombuffer(place.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
-        if place.is_stopped() or not allowed or time.process_time() > end:
-            break
-        first = [token for token in allowed if token in likely]
-        place.consume_token(chance.choice(first if first and chance.random() < share else allowed))
-    return str(place.get_error())
+def kind_of(asked: StructuredOutputsParams) -> str:
+    """What a message calls the form."""
+    return asked.kind if asked.kind in ("regex", "grammar") else "JSON schema"
 
 
 def require_good(asked: StructuredOutputsParams, error: str) -> None:
     """Raise ValueError with the library's `error`, if there is one."""
     if error and not error.startswith("WARNING"):
-        kind = KIND.get(asked.kind, "JSON schema")
-        says = (
-            "no text matches it"
-            if error.startswith("NoExtension")
-            else " ".join(error.split("<backtrace>")[0].split())[:500]
-        )
-        raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
+        no_text = error.startswith("NoExtension")
+        says = "no text matches it" if no_text else " ".join(error.split("<backtrace>")[0].split())[:500]
+        raise ValueError(f"structured_outputs holds a {kind_of(asked)} that cannot be used: {says}")
 
 
 class GuidanceGrammar(Grammar):

@@ -88,9 +88,8 @@ class StructuredOutputManager:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         # By the tokens that end a text, and are never in one: the library's tokenizer, and with a grammar what was compiled.
         self._library_tokenizer = lru_cache(MOST_TOKENIZERS)(self._make_library_tokenizer)
-        self._compiled: dict[
-            tuple[str, tuple[int, ...]], tuple[Grammar, int]
-        ] = {}  # with its uses; the one used last is at the end
+        # With its uses; the one used last is at the end.
+        self._compiled: dict[tuple[str, tuple[int, ...]], tuple[Grammar, int]] = {}
         self._prefix = lru_cache(MOST_GRAMMARS)(lambda closing: ReasoningPrefix(self._vocabulary, closing))
         self._matchers: WeakKeyDictionary[Sequence, GrammarMatcher] = WeakKeyDictionary()
         self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
@@ -113,13 +112,9 @@ class StructuredOutputManager:
         grammar = self._grammar(asked, end_ids, model_end_ids)
         params = first.params
         allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
+        least = params.min_tokens
         matcher = GrammarMatcher(
-            grammar,
-            end_ids,
-            model_end_ids=model_end_ids,
-            min_tokens=params.min_tokens,
-            allowed=allowed,
-            prefix=prefix,
+            grammar, end_ids, model_end_ids=model_end_ids, min_tokens=least, allowed=allowed, prefix=prefix
         )
         for seq in seqs:
             self._matchers[seq] = matcher if seq is first else matcher.copy()
