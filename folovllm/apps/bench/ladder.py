@@ -73,7 +73,27 @@ class Plan:
     repeats: int = 1
 
 
-def contenders_up_to(upto: str, common: dict[str, Any]) -> list[Contender]:
+def bench_milestones(
+    upto: str, fields: dict[str, Any], workload: str | None, requests: int | None, limit: float | None, repeats: int
+) -> Result:
+    """Measure the milestones up to one of them over `fields` of an EngineConfig; with `--mine` the reference's, too.
+
+    Raises:
+        ValueError: no such milestone; or answers differ.
+    """
+    contenders, on_gpu = contenders_up_to(upto, fields), is_on_gpu(fields)
+    workload = workload or ("nano-vllm" if on_gpu else "mixed")
+    plan = Plan(contenders if on_gpu else for_cpu(contenders, workload, requests), workload, requests, limit, repeats)
+    found = bench_ladder(plan)
+    return beside(found, bench_reference(plan)) if os.environ.get("FOLOVLLM_MINE") else found
+
+
+def is_on_gpu(fields: dict[str, Any]) -> bool:
+    """Whether an engine with these fields runs on a GPU."""
+    return choose_device(fields.get("device")).type == "cuda"
+
+
+def contenders_up_to(upto: str, fields: dict[str, Any]) -> list[Contender]:
     """List the presets up to `upto`; on a GPU, the other attention backends follow.
 
     Raises:
@@ -81,9 +101,8 @@ def contenders_up_to(upto: str, common: dict[str, Any]) -> list[Contender]:
     """
     if upto not in PRESETS:
         raise ValueError(f"unknown milestone {upto!r}: choose one of {', '.join(PRESETS)}")
-    found = parse_contenders(",".join(name for name in PRESETS if name <= upto), common)
-    on_gpu = choose_device(common.get("device")).type == "cuda"
-    return found + (other_backends(found[-1]) if on_gpu and upto >= FIRST_WITH_BACKENDS else [])
+    found = parse_contenders(",".join(name for name in PRESETS if name <= upto), fields)
+    return found + (other_backends(found[-1]) if is_on_gpu(fields) and upto >= FIRST_WITH_BACKENDS else [])
 
 
 def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) -> list[Contender]:
@@ -126,10 +145,10 @@ def bench_ladder(plan: Plan) -> Result:
     """
     result = bench_throughput(plan.contenders, plan.workload, plan.requests, plan.repeats, plan.limit)
     result.benchmark = "ladder"
-    on_gpu = choose_device(plan.contenders[0][1].get("device")).type == "cuda"
+    fields = plan.contenders[0][1]
     for run in result.runs:  # a GPU's work is not the CPU's; a small model stays in a CPU's cache, which no copy shows
-        run.metrics.pop(PER_CPU_SECOND if on_gpu else ROOFLINE, None)
-    if not on_gpu and plan.contenders[0][1].get("dtype", "auto") in ("auto", "float32"):
+        run.metrics.pop(PER_CPU_SECOND if is_on_gpu(fields) else ROOFLINE, None)
+    if not is_on_gpu(fields) and fields.get("dtype", "auto") in ("auto", "float32"):
         check_answers(result)  # rounding cannot explain a difference
     return result
 

@@ -24,8 +24,8 @@ class MemoryUse:
     milestone: str
     block_size: int
     kv_bytes: int
-    seconds: float
-    cpu_seconds: float  # of this process: on a machine that others use too, the steadier of the two
+    tokens_per_second: float  # generated, prefill included
+    tokens_per_cpu_second: float  # of this process: on a machine that others use too, the steadier of the two
     output_tokens: int
     steps: int
     preemptions: int
@@ -34,18 +34,13 @@ class MemoryUse:
     mean_waste: float  # share of the reserved bytes that hold no token
     mean_stored: float  # share of all bytes of the cache that do
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens a second, prefill included."""
-        return self.output_tokens / self.seconds
-
     def metrics(self) -> dict[str, Metric]:
         """The same for a report."""
         return {
             "sequences in flight, mean": Metric.of([self.mean_running]),
             "sequences in flight, most": Metric.of([self.peak_running]),
             "output tokens": Metric.of([self.tokens_per_second], "/s"),
-            "output tokens a CPU second": Metric.of([self.output_tokens / self.cpu_seconds], "/s"),
+            "output tokens a CPU second": Metric.of([self.tokens_per_cpu_second], "/s"),
             "reserved and empty": Metric.of([100 * self.mean_waste], "%", higher_is_better=False),
             "of the cache filled": Metric.of([100 * self.mean_stored], "%"),
             "steps": Metric.of([self.steps], higher_is_better=False),
@@ -53,9 +48,7 @@ class MemoryUse:
         }
 
 
-def bench_memory(
-    contenders: list[Contender], slots: int = 8, max_model_len: int = 512, count: int = 96, seed: int = 0
-) -> Result:
+def bench_memory(contenders: list[Contender], slots: int = 8, max_model_len: int = 512, count: int = 96) -> Result:
     """Measure one preset after the other, over the same requests and in the same bytes.
 
     Raises:
@@ -68,8 +61,8 @@ def bench_memory(
             raise ValueError("bench memory sizes the pool itself: give --slots in place of num_kv_blocks")
     prompts, answers = (max_model_len // 64 or 1, max_model_len // 4), (max_model_len // 32 or 1, max_model_len // 2)
     name = f"mixed, in the memory of {slots} sequences of {max_model_len} tokens"
-    workload = replace(mixed_workload(count, seed, prompts, answers), name=name)
-    result = Result("memory", {**workload.describe(), "seed": seed})
+    workload = replace(mixed_workload(count, 0, prompts, answers), name=name)
+    result = Result("memory", workload.describe())
     for name, overrides in contenders:
         use = measure(workload=workload, slots=slots, **{**overrides, "max_model_len": max_model_len})
         result.runs.append(Run(name, used_settings(EngineConfig(**overrides)) | asdict(use), use.metrics()))
@@ -80,25 +73,25 @@ def measure(
     milestone: str, workload: Workload, slots: int, max_model_len: int, block_size: int = 16, **overrides: Any
 ) -> MemoryUse:
     """Serve the requests in the memory of `slots` sequences of `max_model_len` tokens; loading does not count."""
-    blocks = {"num_kv_blocks": slots * max_model_len // block_size, "block_size": block_size}
-    cache = {"num_kv_blocks": slots} if PRESETS[milestone]["kv_cache"] == "slots" else blocks
+    cache = {"num_kv_blocks": slots * max_model_len // block_size, "block_size": block_size}
+    if PRESETS[milestone]["kv_cache"] == "slots":
+        cache = {"num_kv_blocks": slots}
     options = {"max_num_seqs": 256, "use_tqdm": False, **cache, **overrides}
     with running(EngineConfig(milestone=milestone, max_model_len=max_model_len, **options)) as engine:
         warm_up(engine, workload)
         before = engine.stats()
         seen = run_workload(engine, workload.for_vocabulary(engine.setup.vocab_size), look_every=1)
-        looks = seen.looks
         return MemoryUse(
             milestone=milestone,
             block_size=engine.setup.block_size,
             kv_bytes=before.kv_bytes_total,
-            seconds=seen.seconds,
-            cpu_seconds=seen.cpu_seconds,
+            tokens_per_second=seen.output_tokens / seen.seconds,
+            tokens_per_cpu_second=seen.output_tokens / seen.cpu_seconds,
             output_tokens=seen.output_tokens,
             steps=seen.steps,
             preemptions=engine.stats().preemptions - before.preemptions,
-            mean_running=fmean(stats.running for stats in looks),
-            peak_running=max(stats.running for stats in looks),
-            mean_waste=fmean(stats.kv_waste for stats in looks),
-            mean_stored=fmean(stats.kv_bytes_used / stats.kv_bytes_total for stats in looks),
+            mean_running=fmean(stats.running for stats in seen.looks),
+            peak_running=max(stats.running for stats in seen.looks),
+            mean_waste=fmean(stats.kv_waste for stats in seen.looks),
+            mean_stored=fmean(stats.kv_bytes_used / stats.kv_bytes_total for stats in seen.looks),
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from folovllm.apps.bench.workload import Workload
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.engine.metrics import EngineStats, StepLog
+from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -46,12 +46,6 @@ def warm_up(engine: LLMEngine, workload: Workload) -> None:
     finish(engine)
 
 
-def empty_prefix_cache(engine: LLMEngine) -> None:
-    """Start cold: a repeat must not find what the pass before left."""
-    if engine.setup.config.enable_prefix_caching:
-        engine.reset_prefix_cache()
-
-
 @dataclass(slots=True)
 class Observed:
     """What one pass of a workload through an engine showed."""
@@ -68,12 +62,19 @@ class Observed:
     reused: int = 0  # prompt tokens that were found in the cache
     partial: bool = False
 
-    def count(self, output: RequestOutput) -> None:
+    def count_request(self, output: RequestOutput) -> None:
         """Add one request's tokens."""
         self.output_tokens += output.metrics.num_generated_tokens
         if output.metrics.num_generated_tokens:
             self.prompt_tokens += output.metrics.num_prompt_tokens
             self.reused += output.num_cached_tokens
+
+    def count_step(self, step: StepStats) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.batch += step.running
+        if step.num_decode_tokens:
+            self.longest_gap = max(self.longest_gap, step.seconds)
 
 
 def run_workload(
@@ -104,20 +105,13 @@ def run_workload(
         if not engine.has_unfinished_requests():
             time.sleep(min(0.01, queue[-1][1].arrival - now))
             continue
-        _step(engine, seen, log, look_every)
+        seen.outputs |= {output.request_id: output for output in engine.step()}
+        for step in log.take():
+            if seen.steps % look_every == 0 and (stats := engine.stats()).kv_bytes_reserved:
+                seen.looks.append(stats)
+            seen.count_step(step)
     seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     engine.unsubscribe(log)
     for index in range(len(workload.requests) - len(queue)):
-        seen.count(seen.outputs.get(str(index)) or engine.abort_request(str(index)))
+        seen.count_request(seen.outputs.get(str(index)) or engine.abort_request(str(index)))
     return seen
-
-
-def _step(engine: LLMEngine, seen: Observed, log: StepLog, look_every: int) -> None:
-    seen.outputs |= {output.request_id: output for output in engine.step()}
-    for step in log.take():
-        seen.batch += step.running
-        if step.num_decode_tokens:
-            seen.longest_gap = max(seen.longest_gap, step.seconds)
-        if seen.steps % look_every == 0 and (stats := engine.stats()).kv_bytes_reserved:
-            seen.looks.append(stats)
-        seen.steps += 1

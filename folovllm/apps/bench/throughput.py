@@ -9,7 +9,7 @@ from collections.abc import Callable
 from folovllm.apps.bench.contenders import Contender, used_settings
 from folovllm.apps.bench.report import Metric, Result, Run, latencies
 from folovllm.apps.bench.roofline import measure_rates, roofline_seconds
-from folovllm.apps.bench.serve import Observed, empty_prefix_cache, run_workload, running, warm_up
+from folovllm.apps.bench.serve import Observed, run_workload, running, warm_up
 from folovllm.apps.bench.workload import load_workload
 from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import use_threads
@@ -74,22 +74,22 @@ def bench_throughput(
     rates = measure_rates(setup.device, setup.dtype)  # before an engine takes the memory
     result = Result("throughput", workload.describe())
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
-    first: Answers | None = None
+    first: Answers = {}
     for name, config in configs:
-        start = time.perf_counter()
+        start, passes = time.perf_counter(), []
         with running(config) as engine:
             start_up = time.perf_counter() - start  # weights, cache, compiled kernels, captured graphs
             warm_up(engine, workload)
-            passes = []
             for _ in range(repeats):
-                empty_prefix_cache(engine)
+                if engine.setup.config.enable_prefix_caching:
+                    engine.reset_prefix_cache()
                 passes.append(run_workload(engine, workload, limit))
             metrics = metrics_of(passes, roofline_seconds(workload, engine.setup, rates))
         metrics["start-up"] = Metric.of([start_up], "s", False)
         answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}
-        if first is not None and workload.temperature == 0:
+        if workload.temperature == 0 and result.runs:
             metrics |= _agreement(first, answers)
-        first = answers if first is None else first
+        first = first if result.runs else answers
         result.runs.append(Run(name, used_settings(config), metrics, any(p.partial for p in passes)))
     return result
 
