@@ -1,7 +1,8 @@
-"""How long work takes on a GPU, and what the card itself reaches: what the benchmarks of kernels share."""
+"""How long work takes on a device, and what the device itself reaches: what the tools that measure share."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
@@ -30,6 +31,28 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         work()
     return graph.replay
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds of `work`, until all that it queued on the device is done, too."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def link_rates(num_bytes: int = 1 << 29) -> tuple[float, float]:
+    """Bytes a second of one copy from pinned memory to the card, and of one back; without a card, of copies in memory."""
+    has_card = torch.cuda.is_available()
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_card)
+    card = torch.empty(num_bytes, dtype=torch.uint8, device="cuda" if has_card else "cpu")
+
+    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+        return num_bytes / min(seconds_of(lambda: target.copy_(source, non_blocking=True)) for _ in range(6))
+
+    return rate(card, host), rate(host, card)
 
 
 def card_rates() -> Rates:
