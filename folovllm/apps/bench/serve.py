@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from folovllm.apps.bench.workload import Workload
 from folovllm.config import EngineConfig
@@ -50,6 +51,9 @@ def warm_up(engine: LLMEngine, workload: Workload) -> None:
 class Observed:
     """What one pass of a workload through an engine showed."""
 
+    milestone: str
+    block_size: int
+    kv_bytes: int  # of the whole cache
     seconds: float = 0.0
     cpu_seconds: float = 0.0  # of this process, all threads: what a busy machine does not disturb
     outputs: dict[str, RequestOutput] = field(default_factory=dict)  # of finished requests
@@ -60,7 +64,28 @@ class Observed:
     looks: list[EngineStats] = field(default_factory=list)  # at the cache, while a part of it was held
     longest_gap: float = 0.0  # seconds of the longest step that gave a running request its next token
     reused: int = 0  # prompt tokens that were found in the cache
+    preemptions: int = 0
     partial: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second, prefill included."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        """The same by the processor's time."""
+        return self.output_tokens / max(self.cpu_seconds, 1e-9)
+
+    @property
+    def mean_running(self) -> float:
+        """Sequences in flight, over the looks, which all count alike."""
+        return fmean(stats.running for stats in self.looks)
+
+    @property
+    def mean_waste(self) -> float:
+        """Share of the reserved bytes that hold no token, likewise."""
+        return fmean(stats.kv_waste for stats in self.looks)
 
     def count_request(self, output: RequestOutput) -> None:
         """Add one request's tokens."""
@@ -90,7 +115,9 @@ def run_workload(
             f"the workload's longest request has {workload.longest} tokens, and the context is "
             f"{engine.setup.max_model_len}: choose another workload or model, or raise max_model_len"
         )
-    seen, queue, log = Observed(), list(reversed(list(enumerate(workload.requests)))), StepLog()
+    before, config = engine.stats(), engine.setup.config
+    seen = Observed(config.milestone, engine.setup.block_size, before.kv_bytes_total)
+    queue, log = list(reversed(list(enumerate(workload.requests)))), StepLog()
     engine.subscribe(log)
     start, cpu_start = time.perf_counter(), time.process_time()
     while queue or engine.has_unfinished_requests():
@@ -111,6 +138,7 @@ def run_workload(
                 seen.looks.append(stats)
             seen.count_step(step)
     seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    seen.preemptions = engine.stats().preemptions - before.preemptions
     engine.unsubscribe(log)
     for index in range(len(workload.requests) - len(queue)):
         seen.count_request(seen.outputs.get(str(index)) or engine.abort_request(str(index)))

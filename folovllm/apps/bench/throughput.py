@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -33,9 +32,9 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
         return Metric.of([value(one) for one in passes], unit, higher_is_better)
 
     metrics = {
-        "output tokens": over(lambda p: p.output_tokens / p.seconds, "tok/s"),
+        "output tokens": over(lambda p: p.tokens_per_second, "tok/s"),
         "prompt and output tokens": over(lambda p: (p.prompt_tokens + p.output_tokens) / p.seconds, "tok/s"),
-        PER_CPU_SECOND: over(lambda p: p.output_tokens / max(p.cpu_seconds, 1e-9), "tok/s"),
+        PER_CPU_SECOND: over(lambda p: p.tokens_per_cpu_second, "tok/s"),
         "time": over(lambda p: p.seconds, "s", False),
         "time on the CPU": over(lambda p: p.cpu_seconds, "s", False),
         "requests finished": over(lambda p: len(p.outputs)),
@@ -49,7 +48,7 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
     metrics["steps"] = over(lambda p: p.steps, "", False)
     metrics["sequences a step"] = over(lambda p: p.batch / max(1, p.steps))
     if all(p.looks for p in passes):
-        metrics[WASTE] = over(lambda p: 100 * statistics.fmean(stats.kv_waste for stats in p.looks), "%", False)
+        metrics[WASTE] = over(lambda p: 100 * p.mean_waste, "%", False)
     if bound is not None and not any(p.partial for p in passes):
         metrics[ROOFLINE] = over(lambda p: 100 * bound / p.seconds, "%")
     return metrics
