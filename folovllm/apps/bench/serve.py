@@ -51,7 +51,7 @@ def warm_up(engine: LLMEngine, workload: Workload) -> None:
 class Observed:
     """What one pass of a workload through an engine showed."""
 
-    milestone: str
+    milestone: str | None
     block_size: int
     kv_bytes: int  # of the whole cache
     seconds: float = 0.0
