@@ -150,8 +150,9 @@ def serving(command: list[str], **options: Any) -> Iterator[str]:
         ValueError: it does not start; the sentence has the end of its log.
     """
     with tempfile.TemporaryFile("w+") as log:
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdout=pipe, stderr=log, text=True, start_new_session=True, **options) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, **options
+        ) as process:
             assert process.stdout is not None
             try:
                 for line in process.stdout:
