@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -23,6 +23,16 @@ def microseconds(work: Callable[[], object], replays: int = 20, as_graph: bool =
         run()
     torch.cuda.synchronize()
     return 1e3 * median(begin.elapsed_time(end) for begin, end in pairwise(events[2:]))  # the first two only warm up
+
+
+def microseconds_a_call(work: Callable[[int], object], numbers: Sequence[int], replays: int = 20) -> float:
+    """Median time of `work(number)`, of all numbers in one graph."""
+
+    def calls() -> None:
+        for number in numbers:
+            work(number)
+
+    return microseconds(calls, replays) / len(numbers)
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
