@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
-from folovllm.layers.state_layer import StateLayer
-from folovllm.models.model_config import UnsupportedModel, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
-from folovllm.models.registry import build_model, get_model_class
+from folovllm.models.model_config import UnsupportedModel, head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.models.registry import get_model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,11 +50,3 @@ def renamed_by(hf_config: PretrainedConfig) -> Mapping[str, str]:
         return get_model_class(hf_config).renamed
     except UnsupportedModel:  # `build_model` says so
         return {}
-
-
-def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
-    """The layers that keep a state for each sequence, without weights. None of another model."""
-    if not num_linear_of(config):
-        return []
-    model = build_model(config, dtype, "meta", max_model_len=1)
-    return [module for module in model.modules() if isinstance(module, StateLayer)]
