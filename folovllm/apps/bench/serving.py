@@ -149,25 +149,27 @@ def serving(command: list[str], **options: Any) -> Iterator[str]:
     Raises:
         ValueError: it does not start; the sentence has the end of its log.
     """
-    with tempfile.TemporaryFile("w+") as log:
-        with subprocess.Popen(
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, **options
-        ) as process:
-            assert process.stdout is not None
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if address := re.search(r"serving .* at (http://\S+)/v1", line):
+                    yield address[1]
+                    return
+            process.wait()
+            log.seek(0)
+            raise ValueError(f"folovllm serve did not start: {log.read()[-2000:].strip() or process.returncode}")
+        finally:
+            process.terminate()
             try:
-                for line in process.stdout:
-                    if address := re.search(r"serving .* at (http://\S+)/v1", line):
-                        yield address[1]
-                        return
-                process.wait()
-                log.seek(0)
-                raise ValueError(f"folovllm serve did not start: {log.read()[-2000:].strip() or process.returncode}")
-            finally:
-                process.terminate()
-                try:
-                    process.wait(END)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                process.wait(END)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def own_server(fields: dict[str, Any], engine_process: bool | None) -> AbstractContextManager[str]:
