@@ -96,7 +96,8 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write the file. Raises ValueError where it cannot be written; an older file then stays as it was."""
-        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        text = msgspec.json.encode(self, enc_hook=lambda number: number.item())  # numpy's
+        write_whole(path, msgspec.json.format(text, indent=1) + b"\n")
 
 
 def load(path: Path) -> Result:
