@@ -81,6 +81,6 @@ def read_by(groups: Iterable[npt.NDArray[np.int64]]) -> float:
 
 def expected(num_experts: int, asked: int, num_tokens: int) -> float:
     """The same if each expert were as likely as any other, for every token anew: E (1 - (1 - k / E)^n)."""
-    from folovllm.apps.bench.roofline import MatrixSizes, experts_read
+    from folovllm.apps.bench.roofline import experts_read
 
-    return experts_read(MatrixSizes(0, 0, 0, 0, num_experts, asked), num_tokens)
+    return experts_read(num_experts, asked, num_tokens)

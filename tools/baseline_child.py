@@ -39,26 +39,18 @@ class Engine:
     def tokens(self, seed: int) -> dict[str, Any]:
         """What is answered greedily and by a seed, to prompts that share a beginning and to others."""
         prompts = ["Once upon a time", "Once upon a time there was a red kite", "Tom", "The little dog ran to"]
-        outputs = []
-        for asked in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}):
-            params = self._api.SamplingParams(max_tokens=48, seed=7, **asked)
-            outputs += self._llm.generate(prompts, params, use_tqdm=False)
-        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+        rules = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}
+        return {
+            "tokens": [self._tokens(prompts, [self._params(48, 7, **each)] * 4) for each in ({"temperature": 0}, rules)]
+        }
 
     def forms(self, seed: int) -> dict[str, Any]:
         """What is answered in a form: a choice, an expression, an object."""
-        Form = self._api.StructuredOutputsParams
-        schema = {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-            "required": ["name", "age"],
-        }
-        params = [
-            self._api.SamplingParams(max_tokens=48, seed=7, temperature=0.9, structured_outputs=Form(**form))
-            for form in ({"choice": ["red", "blue"]}, {"regex": "[a-z]{3,9}!"}, {"json": schema})
-        ]
-        outputs = self._llm.generate(["Once upon a time"] * 3, params, use_tqdm=False)
-        return {"tokens in a form": [list(output.outputs[0].token_ids) for output in outputs]}
+        fields = {"name": {"type": "string"}, "age": {"type": "integer"}}
+        schema = {"type": "object", "properties": fields, "required": ["name", "age"]}
+        forms = {"choice": ["red", "blue"]}, {"regex": "[a-z]{3,9}!"}, {"json": schema}
+        params = [self._params(48, 7, form, temperature=0.9) for form in forms]
+        return {"tokens in a form": self._tokens(["Once upon a time"] * 3, params)}
 
     def at_once(self, seed: int, count: int, prompt: int, answer: int) -> dict[str, Any]:
         """Seconds of requests of one shape."""
@@ -66,10 +58,9 @@ class Engine:
 
     def grammars(self, seed: int, count: int) -> dict[str, Any]:
         """Seconds of requests with a grammar each: 300 letters and spaces."""
-        form = self._api.StructuredOutputsParams(regex="[a-z ]{300}")
-        params = self._api.SamplingParams(temperature=0.8, seed=seed, max_tokens=256, structured_outputs=form)
+        params = self._params(256, seed, {"regex": "[a-z ]{300}"}, temperature=0.8)
         began = time.perf_counter()
-        self._llm.generate(["Once upon a time"] * count, params, use_tqdm=False)
+        self._tokens(["Once upon a time"] * count, [params] * count)
         return {f"{count} with a grammar": time.perf_counter() - began}
 
     def bad_words(self, seed: int, count: int, prompt: int, answer: int) -> dict[str, Any]:
@@ -84,35 +75,34 @@ class Engine:
         shapes = [(lengths.randint(least, most), lengths.randint(least, most)) for _ in range(count)]
         return {"nano-vllm's": self._generate(shapes, seed)}
 
-    def _generate(self, shapes: list[tuple[int, int]], seed: int, **rules: Any) -> float:
-        die = random.Random(seed)
-        prompts = [{"prompt_token_ids": [die.randint(300, 3900) for _ in range(prompt)]} for prompt, _ in shapes]
-        params = [
-            self._api.SamplingParams(temperature=0.6, seed=seed, ignore_eos=True, max_tokens=n, **rules)
-            for _, n in shapes
-        ]
-        began = time.perf_counter()
-        self._llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - began
-
     def texts(self, seed: int, name: str, batch: int) -> dict[str, Any]:
         """Seconds a token of a set of tasks, greedily, some at a time."""
-        Form = self._api.StructuredOutputsParams
         tasks = json.loads((TASKS / f"{name}.json").read_text())
         began, num_tokens = time.perf_counter(), 0
         for i in range(0, len(tasks), batch):
             part = tasks[i : i + batch]
-            params = [
-                self._api.SamplingParams(
-                    temperature=0,
-                    max_tokens=task["max_tokens"],
-                    structured_outputs=Form(**task["form"]) if task["form"] else None,
-                )
-                for task in part
-            ]
+            params = [self._params(task["max_tokens"], None, task["form"], temperature=0) for task in part]
             outputs = self._llm.chat([task["messages"] for task in part], params, use_tqdm=False)
             num_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         return {f"{name} by {batch}, a token": (time.perf_counter() - began) / num_tokens}
+
+    def _params(self, max_tokens: int, seed: int | None, form: dict[str, Any] | None = None, **rules: Any) -> Any:
+        """Parameters of sampling, with a grammar if there is a `form`."""
+        grammar = self._api.StructuredOutputsParams(**form) if form else None
+        return self._api.SamplingParams(max_tokens=max_tokens, seed=seed, structured_outputs=grammar, **rules)
+
+    def _tokens(self, prompts: list[Any], params: list[Any]) -> list[list[int]]:
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def _generate(self, shapes: list[tuple[int, int]], seed: int, **rules: Any) -> float:
+        """Seconds of requests of so many prompt tokens and answer tokens each."""
+        die = random.Random(seed)
+        prompts = [{"prompt_token_ids": [die.randint(300, 3900) for _ in range(prompt)]} for prompt, _ in shapes]
+        params = [self._params(answer, seed, temperature=0.6, ignore_eos=True, **rules) for _, answer in shapes]
+        began = time.perf_counter()
+        self._tokens(prompts, params)
+        return time.perf_counter() - began
 
 
 def main() -> None:

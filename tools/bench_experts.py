@@ -20,7 +20,7 @@ from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
 from folovllm.electives.moe.kernels.route import choose, combine
 from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
 from folovllm.electives.quantization.weight import QuantizedWeight
-from tools.gpu import card_rates, microseconds
+from tools.gpu import card_rates, microseconds_a_call
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 SHAPES = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}  # [outputs, inputs] of an expert
@@ -54,12 +54,7 @@ def bytes_of(weight: torch.Tensor | QuantizedWeight) -> int:
 
 def microseconds_a_layer(work: Callable[[int], object], replays: int = 20) -> float:
     """Median time of `work(layer)`, of all layers in one graph, some rounds."""
-
-    def rounds() -> None:
-        for layer in [*range(LAYERS)] * ROUNDS:
-            work(layer)
-
-    return microseconds(rounds, replays) / (LAYERS * ROUNDS)
+    return microseconds_a_call(work, [*range(LAYERS)] * ROUNDS, replays)
 
 
 def weights_of(format: str, part: str) -> Weights:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from folovllm.distributed.group import ProcessGroup
 from folovllm.kernels.skinny_linear import skinny_linear
 from folovllm.kernels.summed_linear import summed_linear
-from tools.gpu import microseconds
+from tools.gpu import microseconds_a_call
 
 SHAPES = ((1, 1024), (1, 4096), (16, 4096), (64, 4096), (256, 1024), (256, 4096), (4096, 4096))  # [tokens, H]
 PRODUCTS = ((2560, 4096), (2560, 9728), (4096, 4096), (4096, 12288))  # [outputs, inputs]: o and down of Qwen3-4B and 8B
@@ -26,12 +26,7 @@ CALLS = 72  # all-reduces of a step of 36 layers
 
 def microseconds_of_a_call(call: Callable[[], object]) -> float:
     """The median, of many in a graph."""
-
-    def calls() -> None:
-        for _ in range(CALLS):
-            call()
-
-    return microseconds(calls, replays=10) / CALLS
+    return microseconds_a_call(lambda _: call(), range(CALLS), replays=10)
 
 
 def sums(group: ProcessGroup, tokens: int, hidden: int) -> str:

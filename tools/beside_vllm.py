@@ -96,7 +96,7 @@ def start(engine: str, model: Path, args: argparse.Namespace) -> tuple[Any, type
         from folovllm.config import DEFAULT_MODEL
 
         own = {"random_weights": True, "tokenizer": DEFAULT_MODEL, "model_impl": "native", "milestone": "m6"}
-    asked = {"tensor_parallel_size": args.gpus, "kv_cache_dtype": args.kv_cache_dtype, "dtype": args.dtype}
+    asked = {"tensor_parallel_size": args.gpus, "kv_cache_dtype": args.kv_cache_dtype, "dtype": "bfloat16"}
     if args.speculate and not args.plain:
         asked["speculative_config"] = speculation(engine, args.speculate, model)
     return LLM(model=str(model), **asked, **COMMON, **own), SamplingParams
@@ -224,7 +224,6 @@ def main() -> None:
     parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
     parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--weights", choices=WEIGHTS, help="16 bits without")
     parser.add_argument("--speculate", choices=["eagle3", "mtp"], help=f"what a step with {DRAFTS} drafts costs")
     parser.add_argument("--plain", action="store_true", help="with --engine and --speculate: the engine without drafts")

@@ -71,7 +71,10 @@ def plotting() -> Any:
             'a chart needs matplotlib: pip install matplotlib, or pip install -e ".[notebooks]"'
         ) from error
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "folovllm"  # the same data gives the same file
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "folovllm",  # the same data gives the same file
+        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    }  # fmt: skip
     import matplotlib.pyplot as pyplot
 
     return pyplot
@@ -96,16 +99,14 @@ def draw_ladder(result: Result) -> Any:
     figure, axes = plotting().subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
     colors = [BARS.get(run.name.rpartition(" ")[2], BLUE) for run in runs]
     for axis, name in zip(axes[0], panels, strict=True):
-        values = [run.metrics[name].median if name in run.metrics else None for run in runs]
-        widest = max(value or 0 for value in values) or 1
-        axis.barh(rows, [value or 0 for value in values], color=colors, height=0.7)
-        for row, value in enumerate(values):
-            text = "-" if value is None else digits(value)
-            axis.text((value or 0) + 0.02 * widest, row, text, va="center", fontsize=8)
-        axis.set_xlim(0, 1.3 * widest)
+        values = [run.metrics[name].median if name in run.metrics else 0.0 for run in runs]
+        labels = [digits(value) if name in run.metrics else "-" for run, value in zip(runs, values, strict=True)]
+        bars = axis.barh(rows, values, color=colors, height=0.7)
+        axis.bar_label(bars, labels, padding=2, fontsize=8)
+        axis.set_xlim(0, 1.3 * max(values) or 1)
         axis.set_xticks([])
         axis.set_title(LADDER[name], fontsize=8)
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.spines["bottom"].set_visible(False)
         axis.tick_params(length=0)
     axes[0][0].set_yticks(rows, [run.title for run in runs])
     axes[0][0].invert_yaxis()
@@ -128,9 +129,8 @@ def draw_serving(result: Result) -> Any:
         axis.set_xlabel("output tokens a second", fontsize=8)
         axis.set_yscale("log")
         axis.grid(True, which="both", color="#e5e7eb", linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(which="both", labelsize=7)
-    axes[0][0].legend(fontsize=8, frameon=False)
+    axes[0][0].legend(fontsize=8)
     return figure
 
 
@@ -146,15 +146,13 @@ def draw_first() -> Any:
     bars += [("nano-vLLM", nano["tokens a second"], GREY), ("vLLM 0.26", best, GREY)]
     names, values, colors = zip(*bars, strict=True)
     figure, axis = plotting().subplots(figsize=(8.5, 0.6 + 0.33 * len(bars)))
-    axis.barh(range(len(bars)), values, color=colors, height=0.7)
-    for row, value in enumerate(values):
-        axis.text(value * 1.08, row, f"{value:,.0f}", va="center", fontsize=9)
+    drawn = axis.barh(range(len(bars)), values, color=colors, height=0.7)
+    axis.bar_label(drawn, [f"{value:,.0f}" for value in values], padding=3, fontsize=9)
     axis.set_xscale("log")
     axis.set_xlim(10, 120_000)
     axis.set_yticks(range(len(bars)), names)
     axis.invert_yaxis()
     axis.set_xlabel("output tokens a second, 256 requests, Qwen3-0.6B's geometry, one H200 (logarithmic)", fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
     return figure
 
@@ -167,8 +165,7 @@ def draw_rollouts() -> Any:
         axis.plot(range(1, len(rewards) + 1), rewards, "o-", markersize=3, label=f"seed {run['options']['seed']}")
     axis.set_xlabel("iteration", fontsize=9)
     axis.set_ylabel("mean reward of 32 rollouts", fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
+    axis.legend()
     return figure
 
 

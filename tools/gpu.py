@@ -1,8 +1,9 @@
-"""How long work takes on a GPU, and what the card itself reaches: what the benchmarks of kernels share."""
+"""How long work takes on a device, and what the device itself reaches: what the tools that measure share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -24,12 +25,44 @@ def microseconds(work: Callable[[], object], replays: int = 20, as_graph: bool =
     return 1e3 * median(begin.elapsed_time(end) for begin, end in pairwise(events[2:]))  # the first two only warm up
 
 
+def microseconds_a_call(work: Callable[[int], object], numbers: Sequence[int], replays: int = 20) -> float:
+    """Median time of `work(number)`, of all numbers in one graph."""
+
+    def calls() -> None:
+        for number in numbers:
+            work(number)
+
+    return microseconds(calls, replays) / len(numbers)
+
+
 def captured(work: Callable[[], object]) -> Callable[[], None]:
     """The work as a graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
     return graph.replay
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds of `work`, until all that it queued on the device is done, too."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def link_rates(num_bytes: int = 1 << 29) -> tuple[float, float]:
+    """Bytes a second of one copy from pinned memory to the card, and of one back; without a card, of copies in memory."""
+    has_card = torch.cuda.is_available()
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_card)
+    card = torch.empty(num_bytes, dtype=torch.uint8, device="cuda" if has_card else "cpu")
+
+    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+        return num_bytes / min(seconds_of(lambda: target.copy_(source, non_blocking=True)) for _ in range(6))
+
+    return rate(card, host), rate(host, card)
 
 
 def card_rates() -> Rates:

@@ -17,13 +17,11 @@ import secrets
 import socket
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from folovllm.apps.bench.contenders import random_model
 from folovllm.apps.bench.http_load import Reply, Server
@@ -32,6 +30,7 @@ from folovllm.apps.bench.workload import BenchRequest
 from folovllm.config import EngineConfig
 from folovllm.distributed.children import import_path, python_command
 from folovllm.engine.setup import set_up
+from tools.gpu import link_rates
 
 SECRET = secrets.token_hex()
 TOKENS_WITH_TEXT = 4096  # of the embedded model's tokenizer
@@ -63,32 +62,27 @@ def free_address() -> str:
 async def load(target: Server, args: argparse.Namespace) -> None:
     """Long answers beside prompts; prints what their clients saw."""
     rng, prompts, answers = random.Random(1), list[Reply](), list[Reply]()
-    await target.ask(BenchRequest(prompt_of(rng, args.prompt_tokens), 2), 0.0, [])  # warms up
-    reading = [
-        asyncio.create_task(target.ask(BenchRequest(prompt_of(rng, 32), args.max_model_len - 64), 0.0, answers))
-        for _ in range(args.clients)
-    ]
+
+    async def ask(num_tokens: int, answer: int, replies: list[Reply]) -> None:
+        await target.ask(BenchRequest(prompt_of(rng, num_tokens), answer), 0.0, replies)
+
+    await ask(args.prompt_tokens, 2, [])  # warms up
+    reading = [asyncio.create_task(ask(32, args.max_model_len - 64, answers)) for _ in range(args.clients)]
     await asyncio.sleep(QUIET)
-    begin = asyncio.get_running_loop().time()
-    asking = []
+    now = asyncio.get_running_loop().time
+    begin, asking = now(), []
     for i in range(args.seconds):
-        await asyncio.sleep(max(0.0, begin + i - asyncio.get_running_loop().time()))
-        asking.append(
-            asyncio.create_task(target.ask(BenchRequest(prompt_of(rng, args.prompt_tokens), 1), 0.0, prompts))
-        )
+        await asyncio.sleep(max(0.0, begin + i - now()))
+        asking.append(asyncio.create_task(ask(args.prompt_tokens, 1, prompts)))
     await asyncio.sleep(1)
-    end = asyncio.get_running_loop().time()
+    end = now()
     for task in reading:
         task.cancel()
     await asyncio.wait([*reading, *asking])
     if errors := [reply.error for reply in (*prompts, *answers) if reply.error]:
         print(f"   {len(errors)} failed: {errors[0]}")
-    gaps = sorted(
-        1e3 * (after - before)
-        for reply in answers
-        for before, after in zip(reply.times, reply.times[1:], strict=False)
-        if begin <= before <= end
-    )
+    pairs = [pair for reply in answers for pair in pairwise(reply.times)]
+    gaps = sorted(1e3 * (after - before) for before, after in pairs if begin <= before <= end)
     first = [1e3 * reply.ttft for reply in prompts if reply.times]
     if not gaps or not first:
         print("   nothing was answered: give longer contexts, or fewer prompts")
@@ -109,30 +103,15 @@ async def transfer(prefill: Server, decode: Server, args: argparse.Namespace, nu
         await decode.ask(request, 0.0, here)
     ms = [1e3 * statistics.median(reply.ttft for reply in replies) for replies in (coming, here)]
     rate = num_bytes / max(1e-6, ms[0] - ms[1]) / 1e6
+    copy = link_rates(256 << 20)[0] / 1e9
     print(
-        f"   K/V of a prompt: {num_bytes / 1e6:.1f} MB in {ms[0] - ms[1]:.1f} ms, {rate:.2f} GB/s; a copy reaches {link_rate():.2f} GB/s"
+        f"   K/V of a prompt: {num_bytes / 1e6:.1f} MB in {ms[0] - ms[1]:.1f} ms, {rate:.2f} GB/s; a copy reaches {copy:.2f} GB/s"
     )
-
-
-def link_rate() -> float:
-    """GB/s of a copy from pinned memory to the card; without one, of a copy in memory."""
-    pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    target = torch.empty_like(pinned, device="cuda" if torch.cuda.is_available() else "cpu", pin_memory=False)
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        target.copy_(pinned)
-        if target.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return len(pinned) / min(seconds) / 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--geometry", default="qwen3-0.6b", help="random weights of this shape; on a CPU the embedded model"
-    )
+    parser.add_argument("--geometry", default="qwen3-0.6b", help="random weights; on a CPU the embedded model's own")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--prompt-tokens", type=int, default=8000)
     parser.add_argument("--max-model-len", type=int, default=16384)
@@ -142,12 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     cards, ways = ("0", "1") if args.device == "cuda" else ("", ""), args.ways.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        fields: dict[str, Any] = {
-            "max_model_len": args.max_model_len,
-            "block_size": 16,
-            "use_tqdm": False,
-            "device": args.device,
-        }
+        fields: dict[str, Any] = {"max_model_len": args.max_model_len, "block_size": 16, "device": args.device}
         if args.device == "cuda":
             fields = random_model(args.geometry, Path(folder), fields)
             config = Path(fields["model"]) / "config.json"  # a client sees text alone: each token must have some

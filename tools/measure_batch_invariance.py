@@ -14,21 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from folovllm import LLM, SamplingParams
-from folovllm.electives.rollouts.demo import engine_logprobs, prompt_of
+from folovllm.electives.rollouts.demo import prompt_of
 from folovllm.electives.rollouts.demo_options import COLOURS
-from folovllm.electives.rollouts.grpo import importance_ratio
-from folovllm.electives.rollouts.trainer import Policy
-from folovllm.models.registry import PLAIN_LAYERS
+from tools.measure_rollouts import logprob_differences
 
 SHAPES = ((192, 512), (256, 768), (256, 1536), (768, 256), (1024, 3072))  # inputs, outputs
 ROWS = (1, 2, 3, 4, 8, 16, 32, 64)
-ENGINE: dict[str, Any] = {
-    "device": "cpu",
-    "max_model_len": 256,
-    "max_num_seqs": 64,
-    "num_kv_blocks": 1000,
-    "use_tqdm": False,
-}
+ENGINE: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 64, "num_kv_blocks": 1000}
 
 
 def products() -> None:
@@ -39,10 +31,8 @@ def products() -> None:
         for rows in ROWS:
             used = x[: len(x) // rows * rows]
             parts = torch.cat([F.linear(part, w) for part in used.split(rows)])
-            moved = [
-                torch.cat([F.linear(part.roll(places, 0), w).roll(-places, 0) for part in used.split(rows)])
-                for places in range(1, rows)
-            ]
+            turned = [(places, [part.roll(places, 0) for part in used.split(rows)]) for places in range(1, rows)]
+            moved = [torch.cat([F.linear(part, w).roll(-places, 0) for part in each]) for places, each in turned]
             equal[rows] += torch.equal(parts, F.linear(x, w)[: len(used)])
             anywhere[rows] += all(torch.equal(parts, each) for each in moved)
     for name, counts in (("as in a product of 256 rows", equal), ("wherever the row stands", anywhere)):
@@ -52,23 +42,17 @@ def products() -> None:
 def distances(dtype: str, batch_invariant: bool) -> torch.Tensor:
     """Return how far the importance ratio of each sampled token is from 1, for 32 answers of 40 tokens."""
     params = SamplingParams(n=8, temperature=1.0, max_tokens=40, logprobs=0, seed=0, ignore_eos=True)
-    with LLM(dtype=dtype, batch_invariant=batch_invariant, **ENGINE) as llm:
+    with LLM(dtype=dtype, batch_invariant=batch_invariant, use_tqdm=False, **ENGINE) as llm:
         prompts = [prompt_of(llm, colour) for colour in COLOURS[:4]]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        answers = [
-            (prompt, answer) for prompt, output in zip(prompts, outputs, strict=True) for answer in output.outputs
-        ]
-        policy = Policy(llm, None if batch_invariant else PLAIN_LAYERS)
-        with torch.no_grad():
-            found = policy.logprobs([[*p, *a.token_ids] for p, a in answers], [len(p) for p, _ in answers])
-        engine = torch.cat([engine_logprobs(answer) for _, answer in answers])
-        return (importance_ratio(torch.cat(found), engine) - 1).abs()
+        answers = [(p, answer) for p, output in zip(prompts, outputs, strict=True) for answer in output.outputs]
+        return (logprob_differences(llm, answers, batch_invariant).exp() - 1).abs()
 
 
 def milliseconds(n: int, batch_invariant: bool, count: int = 40) -> float:
     """Return the processor time of a decode step of `n` sequences."""
     params = SamplingParams(n=n, temperature=1.0, max_tokens=count, seed=0, ignore_eos=True)
-    with LLM(batch_invariant=batch_invariant, **ENGINE) as llm:
+    with LLM(batch_invariant=batch_invariant, use_tqdm=False, **ENGINE) as llm:
         taken = []
         for _ in range(4):
             start = time.process_time()

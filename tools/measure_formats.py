@@ -8,7 +8,6 @@ of the time of 16 bits (with `--ranks 1 2`: on one GPU) divided by that of the f
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import tempfile
 import time
@@ -17,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from folovllm.apps.bench.contenders import GEOMETRIES
-from folovllm.apps.bench.serve import finish, running
+from folovllm.apps.bench.serve import running
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.electives.quantization.config import made_up_integers
-from folovllm.engine.llm_engine import LLMEngine
-from folovllm.sampling_params import SamplingParams
 from tools.beside_vllm import WEIGHTS, write_model
-from tools.measure_step import step_time
+from tools.measure_step import prompts_time, step_time
 
 PLAIN = "16-bit"
 GROUPS_OF_32 = {"strategy": "group", "group_size": 32}  # as Q8_0 and Q4_0 of a GGUF file become
@@ -33,25 +30,11 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     "q8_0": made_up_integers("int-quantized", num_bits=8, **GROUPS_OF_32),
     "q4_0": made_up_integers("pack-quantized", num_bits=4, **GROUPS_OF_32),
 }  # fmt: skip
-AT_ONCE, PROMPTS, TIMES = [1, 2, 4, 8, 16, 32, 64, 128, 256], [512, 2048, 16_000], 5
+AT_ONCE, PROMPTS = [1, 2, 4, 8, 16, 32, 64, 128, 256], [512, 2048, 16_000]
 COMMON: dict[str, Any] = {
     "tokenizer": DEFAULT_MODEL, "model_impl": "native", "random_weights": True, "use_tqdm": False, "block_size": 16,
     "num_kv_blocks": 4400, "max_model_len": 16_384, "max_num_batched_tokens": 16_384,
 }  # fmt: skip
-
-
-def prompt_time(engine: LLMEngine, length: int) -> float:
-    """Return the milliseconds of a prompt, from its arrival to its token."""
-    times = []
-    for number in range(TIMES + 1):  # the first one warms up
-        rng = random.Random(f"{length} {number}")
-        prompt = [rng.randrange(4000) for _ in range(length)]
-        began = time.perf_counter()
-        engine.add_request(f"p{number}", prompt, SamplingParams(max_tokens=1, ignore_eos=True), stream=False)
-        finish(engine)
-        times.append(1000 * (time.perf_counter() - began))
-    engine.reset_prefix_cache()
-    return statistics.median(times[1:])
 
 
 def print_table(rounds: dict[str, list[list[float]]], points: list[str]) -> None:
@@ -91,7 +74,7 @@ def main() -> None:
         for number in range(args.rounds):
             for name in kinds if number % 2 == 0 else reversed(kinds):
                 times = [step_time(engines[name], count) for count in args.at_once]
-                times += [prompt_time(engines[name], length) for length in args.prompts]
+                times += [prompts_time(engines[name], length) for length in args.prompts]
                 rounds[name].append(times)
                 print(f"{number} {name:21}" + "".join(f"{value:9.3f}" for value in times), flush=True)
         print_table(rounds, points)

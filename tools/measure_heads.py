@@ -26,17 +26,12 @@ TOKENS, TASKS = 96, 8  # tokens of an answer where steps are timed; requests in 
 
 def engines(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of the engine, and its `speculative_config`. Two such engines fit on a card."""
-    common = {
-        "max_num_seqs": max(args.at_once),
-        "num_kv_blocks": 8192,
-        "use_tqdm": False,
-        "tensor_parallel_size": args.gpus,
-    }
+    common = {"max_num_seqs": max(args.at_once), "num_kv_blocks": 8192, "tensor_parallel_size": args.gpus}
     speculative = {"method": args.method, "num_speculative_tokens": DRAFTS}
     if args.model:
         fields, head = common | {"model": args.model}, "stories-eagle3"
     else:
-        fields = random_model(args.geometry, folder, common | {"max_model_len": 2048})
+        fields = random_model(args.geometry, folder, common | {"use_tqdm": False, "max_model_len": 2048})
         head = str(write_head(Path(fields["model"])))
     return fields, speculative | ({"model": head} if args.method == "eagle3" else {})
 

@@ -11,8 +11,7 @@ import argparse
 import random
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,17 +19,17 @@ from typing import Any
 import torch
 
 from folovllm.apps.bench.contenders import random_model
+from folovllm.apps.bench.serve import exactly, run_workload, running
+from folovllm.apps.bench.workload import BenchRequest, Workload
 from folovllm.config import EngineConfig
 from folovllm.electives.kv_transfer.store import STORE, BlockStore, Transfer
-from folovllm.engine.events import BlocksMoved, Event
-from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.sampling_params import SamplingParams
+from folovllm.engine.llm_engine import LLMEngine
+from tools.gpu import link_rates, seconds_of
 
-PREFIX, VOCAB = 8_000, 100_000
-ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+PREFIX, VOCAB, ROUNDS = 8_000, 100_000, 5
 
 
-def prompt(seed: int, length: int) -> list[int]:
+def prompt(seed: int, length: int = PREFIX + 17) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(1000, VOCAB) for _ in range(length)]
 
@@ -39,28 +38,6 @@ def store_of(worker: Any) -> BlockStore:
     """A worker's store."""
     store: BlockStore = worker.state[STORE]
     return store
-
-
-def link_rates(num_bytes: int = 1 << 29) -> tuple[float, float]:
-    """Bytes a second of one pinned copy to the card, and from it."""
-    host, card = (
-        torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True),
-        torch.empty(num_bytes, dtype=torch.uint8, device="cuda"),
-    )
-    rates = []
-    for target, source in ((card, host), (host, card)):
-        times = [seconds_on_card(lambda t=target, s=source: t.copy_(s, non_blocking=True)) for _ in range(6)]
-        rates.append(num_bytes / min(times))
-    return rates[0], rates[1]
-
-
-def seconds_on_card(work: Any) -> float:
-    """The time from the start of `work` to the end of all that it queues, on any stream."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
@@ -77,117 +54,93 @@ def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
             copies.gather(slots)
             copies.send(slots)
 
-    out = min(seconds_on_card(leave) for _ in range(5))
-    into = min(seconds_on_card(lambda: copies.load(transfers)) for _ in range(5))
+    out = min(seconds_of(leave) for _ in range(5))
+    into = min(seconds_of(lambda: copies.load(transfers)) for _ in range(5))
     return num_bytes / into, num_bytes / out
 
 
-def blocks_by_hash(engine: LLMEngine, hashes: list[int]) -> dict[int, torch.Tensor]:
-    """Copies of cached blocks."""
+def cached_blocks(engine: LLMEngine) -> dict[int, torch.Tensor]:
+    """Copies of the blocks that have a hash, by it."""
     kv: Any = engine.scheduler.kv
     (store,) = engine.executor.collective_rpc(store_of)
-    found = {block.hash: block.block_id for block in kv.blocks if block.hash is not None}
-    return {hash_: store.cache[:, found[hash_]].clone() for hash_ in hashes if hash_ in found}
-
-
-def blocks_moved(events: Sequence[Event]) -> dict[str, int]:
-    """How many blocks of each kind moved."""
-    counts = Counter[str]()
-    for event in events:
-        if isinstance(event, BlocksMoved):
-            counts[f"{event.what}_{event.place}"] += event.num_blocks
-    return counts
+    return {block.hash: store.cache[:, block.block_id].clone() for block in kv.blocks if block.hash is not None}
 
 
 def first_token(engine: LLMEngine, tokens: list[int]) -> tuple[float, int]:
     """Seconds to the first token, and how many tokens of the prompt were cached."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    engine.add_request("0", tokens, ONE, stream=False)
+    engine.add_request("0", tokens, exactly(1), stream=False)
     while not (outputs := engine.step()):
         pass
     return time.perf_counter() - start, outputs[0].num_cached_tokens
 
 
-def throughput(engine: LLMEngine, count: int, round_: int) -> float:
+def throughput(engine: LLMEngine, count: int, number: int) -> float:
     """Tokens a second of `count` requests of 256 and 128 tokens; what they leave in the cache is forgotten, so nothing is ever evicted."""
-    params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
-    prompts = [prompt(1000 * round_ + i, 256) for i in range(count)]
-    start = time.perf_counter()
-    for i, tokens in enumerate(prompts):
-        engine.add_request(str(i), tokens, params, stream=False)
-    while engine.has_unfinished_requests():
-        engine.step()
-    taken = time.perf_counter() - start
+    load = Workload("w", [BenchRequest(prompt(1000 * number + i, 256), 128) for i in range(count)])
+    seen = run_workload(engine, load)
     engine.reset_prefix_cache()
-    return count * 128 / taken
+    return seen.output_tokens / seen.seconds
 
 
 def measure_prefix(model: dict[str, Any], gib: int) -> None:
     """Print the rates and the times to the first token."""
-    fields = model | {"max_model_len": 8_192}
-    engine = make_engine(EngineConfig(**fields, num_kv_blocks=1_100, kv_offload=f"{gib}GiB"))
-    connector: Any = engine.scheduler.connector  # type: ignore[attr-defined]
-    size, per_block = engine.setup.block_size, connector._block_bytes
-    num_blocks = PREFIX // size
-    to_card, from_card = link_rates()
-    into, out = copies_alone(engine, num_blocks)
-    print(f"  link, pinned copy:   to the card {to_card / 1e9:6.1f} GB/s, from it {from_card / 1e9:6.1f} GB/s")
-    print(
-        f"  the blocks' copy:    to the card {into / 1e9:6.1f} GB/s ({into / to_card:.0%}), from it {out / 1e9:6.1f} GB/s ({out / from_card:.0%})"
-    )
-    for seed in range(50, 53):  # kernels are compiled
-        first_token(engine, prompt(seed, PREFIX + 17))
-    kv: Any = engine.scheduler.kv
-    moved: Counter[str] = Counter()
-    engine.subscribe(lambda events: moved.update(blocks_moved(events)))
-    computed, loaded, equal = [], [], True
-    for seed in range(5):
-        tokens = prompt(seed, PREFIX + 17)
-        seconds, cached = first_token(engine, tokens)
-        assert cached == 0, cached
-        computed.append(seconds)
-        names = [block.hash for block in kv.blocks if block.hash is not None]
-        before = blocks_by_hash(engine, names)
-        for other in range(3):
-            first_token(engine, prompt(100 + 10 * seed + other, PREFIX + 17))
-        time.sleep(0.1)
-        seconds, cached = first_token(engine, tokens)
+    config = EngineConfig(**model, max_model_len=8_192, num_kv_blocks=1_100, kv_offload=f"{gib}GiB")
+    with running(config) as engine:
+        connector: Any = engine.scheduler.connector  # type: ignore[attr-defined]
+        size = engine.setup.block_size
+        num_bytes = PREFIX // size * connector._block_bytes
+        links, copies = link_rates(), copies_alone(engine, PREFIX // size)
+        for name, rates in (("link, pinned copy", links), ("the blocks' copy", copies)):
+            print(f"  {name}: to the card {rates[0] / 1e9:6.1f} GB/s, from it {rates[1] / 1e9:6.1f} GB/s")
+        print(f"  of the link: {copies[0] / links[0]:.0%} and {copies[1] / links[1]:.0%}")
+        for seed in range(50, 53):  # kernels are compiled
+            first_token(engine, prompt(seed))
+        computed, loaded, equal = [], [], True
+        for seed in range(ROUNDS):
+            seconds, cached = first_token(engine, prompt(seed))
+            assert cached == 0, cached
+            before = cached_blocks(engine)
+            for other in range(3):
+                first_token(engine, prompt(100 + 10 * seed + other))
+            time.sleep(0.1)
+            again, cached = first_token(engine, prompt(seed))
+            assert cached >= PREFIX - size, cached
+            after = cached_blocks(engine)
+            equal &= all(torch.equal(before[hash_], after[hash_]) for hash_ in before.keys() & after.keys())
+            print(
+                f"    round {seed}: computed {seconds * 1e3:.1f} ms; {cached} tokens came back in {again * 1e3:.1f} ms"
+            )
+            computed.append(seconds)
+            loaded.append(again)
+        both = median(computed), median(loaded)
         print(
-            f"    round {seed}: computed {computed[-1] * 1e3:.1f} ms; {cached} tokens came back in {seconds * 1e3:.1f} ms"
+            f"  first token of {PREFIX:,} tokens: computed {both[0] * 1e3:.1f} ms, from host memory {both[1] * 1e3:.1f} ms ({both[0] / both[1]:.2f} times);"
         )
-        loaded.append(seconds)
-        after = blocks_by_hash(engine, list(before))
-        assert cached >= PREFIX - size, cached
-        equal &= all(torch.equal(before[hash_], tensor) for hash_, tensor in after.items())
-    bound = num_blocks * per_block / to_card
-    ratio = median(computed) / median(loaded)
-    print(
-        f"  first token of {PREFIX:,} tokens: computed {median(computed) * 1e3:.1f} ms, from host memory {median(loaded) * 1e3:.1f} ms ({ratio:.2f} times);"
-    )
-    print(
-        f"    its {num_blocks * per_block / 1e6:,.0f} MB over the link take {bound * 1e3:.1f} ms; bytes are {'equal' if equal else 'NOT EQUAL'}"
-    )
-    print(
-        f"    the engine thinks: {connector.compute_rate:,.0f} tokens/s computed, {connector.rates['host'] / 1e9:.1f} GB/s from the host; {dict(moved)}"
-    )
-    engine.close()
+        print(
+            f"    its {num_bytes / 1e6:,.0f} MB over the link take {num_bytes / links[0] * 1e3:.1f} ms; bytes are {'equal' if equal else 'NOT EQUAL'}"
+        )
+        print(
+            f"    the engine thinks: {connector.compute_rate:,.0f} tokens/s computed, {connector.rates['host'] / 1e9:.1f} GB/s from the host"
+        )
 
 
-def measure_loss(model: dict[str, Any], gib: int, count: int, rounds: int = 5) -> None:
+def measure_loss(model: dict[str, Any], gib: int, count: int) -> None:
     """Print the throughput without and with offloading, where nothing is evicted. Rounds alternate between two engines."""
     fields = model | {"max_model_len": 1_024, "max_num_seqs": 256, "num_kv_blocks": 25 * count}
-    engines = [make_engine(EngineConfig(**fields, **more)) for more in ({}, {"kv_offload": f"{gib}GiB"})]
     rates: list[list[float]] = [[], []]
-    for round_ in range(rounds + 1):
-        for own, engine in zip(rates, engines, strict=True):
-            own.append(throughput(engine, count, round_))
-    plain, with_it = (max(own[1:]) for own in rates)
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(running(EngineConfig(**fields, **more))) for more in ({}, {"kv_offload": f"{gib}GiB"})
+        ]
+        for number in range(ROUNDS + 1):
+            for own, engine in zip(rates, engines, strict=True):
+                own.append(throughput(engine, count, number))
+    (plain, with_it), (one, other) = ([of(own[1:]) for own in rates] for of in (max, median))
     print(
-        f"  nothing is evicted:  {plain:,.0f} tokens/s without, {with_it:,.0f} with kv_offload ({with_it / plain - 1:+.2%}; medians {median(rates[1][1:]) / median(rates[0][1:]) - 1:+.2%})"
+        f"  nothing is evicted: {plain:,.0f} tokens/s without, {with_it:,.0f} with kv_offload ({with_it / plain - 1:+.2%}; medians {other / one - 1:+.2%})"
     )
-    for engine in engines:
-        engine.close()
 
 
 def main() -> None:

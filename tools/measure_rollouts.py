@@ -11,7 +11,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,10 @@ from folovllm.apps.bench.contenders import random_model
 from folovllm.electives.rollouts.demo import engine_logprobs
 from folovllm.electives.rollouts.trainer import Policy
 from folovllm.models.registry import PLAIN_LAYERS
+from tools.gpu import seconds_of
 
 ROUNDS = 5
 PROMPT = list(range(100, 228))
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """How long `work` takes, and the device with it."""
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def in_use() -> int:
@@ -90,12 +81,16 @@ def costs(fields: dict[str, Any], tokens: int) -> None:
 
 def gap(llm: LLM, answers: list[Any], invariant: bool) -> str:
     """How far the trainer's log-probabilities are from the engine's."""
+    distance = logprob_differences(llm, [(PROMPT, answer) for answer in answers], invariant).abs()
+    return f"trainer's logprobs: {(distance == 0).float().mean():.1%} equal, mean distance {distance.mean():.2e}, largest {distance.max():.2e}"
+
+
+def logprob_differences(llm: LLM, answers: list[tuple[list[int], Any]], invariant: bool) -> torch.Tensor:
+    """The trainer's log-probability of each token of some answers to prompts, less the engine's."""
     policy = Policy(llm, None if invariant else PLAIN_LAYERS)
     with torch.no_grad():
-        found = policy.logprobs([PROMPT + list(a.token_ids) for a in answers], [len(PROMPT)] * len(answers))
-    engine = torch.cat([engine_logprobs(answer) for answer in answers])
-    distance = (torch.cat(found).cpu() - engine).abs()
-    return f"trainer's logprobs: {(distance == 0).float().mean():.1%} equal, mean distance {distance.mean():.2e}, largest {distance.max():.2e}"
+        found = policy.logprobs([[*p, *a.token_ids] for p, a in answers], [len(p) for p, _ in answers])
+    return torch.cat(found).cpu() - torch.cat([engine_logprobs(answer) for _, answer in answers])
 
 
 def main() -> None:

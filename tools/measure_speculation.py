@@ -28,14 +28,10 @@ def requests(llm: LLM, name: str, temperature: float, times: int) -> tuple[list[
     tasks = json.loads((FOLDER / f"{name}.json").read_text()) * times
     render = llm.get_tokenizer().apply_chat_template
     prompts = [render(task["messages"], tokenize=False, add_generation_prompt=True) for task in tasks]
+    forms = [StructuredOutputsParams(**task["form"]) if task["form"] else None for task in tasks]
     params = [
-        SamplingParams(
-            temperature=temperature,
-            seed=i,
-            max_tokens=task["max_tokens"],
-            structured_outputs=StructuredOutputsParams(**task["form"]) if task["form"] else None,
-        )
-        for i, task in enumerate(tasks)
+        SamplingParams(temperature=temperature, seed=i, max_tokens=task["max_tokens"], structured_outputs=form)
+        for i, (task, form) in enumerate(zip(tasks, forms, strict=True))
     ]
     return prompts, params
 

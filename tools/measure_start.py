@@ -21,7 +21,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,16 @@ class Clock:
         self.phases[self._open[-1]] += now - self._last
         self._last = now
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase within the present one."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase within the present one."""
         self.lap()
-        self._open.append(phase)
-
-    def leave(self) -> None:
-        """End it."""
-        self.lap()
-        self._open.pop()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self.lap()
+            self._open.pop()
 
     def watch(self, owner: Any, name: str, phase: str | Callable[[Any], str]) -> None:
         """Let the calls of a method be a phase; a function tells it from the last argument."""
@@ -74,27 +76,10 @@ class Clock:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 return method(*args, **kwargs)
-            self.enter(phase if isinstance(phase, str) else phase(args[-1]))
-            try:
+            with self.phase(phase if isinstance(phase, str) else phase(args[-1])):
                 return method(*args, **kwargs)
-            finally:
-                self.leave()
 
         setattr(owner, name, timed)
-
-
-class Compiled:
-    """Counts the kernels that Triton looked for, and the seconds of each that it had to compile. Triton calls it after each."""
-
-    def __init__(self) -> None:
-        self.num_found = 0
-        self.new: list[float] = []  # seconds
-
-    def __call__(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
-        """Count a kernel."""
-        self.num_found += 1
-        if not cache_hit:
-            self.new.append(times.total / 1e6)
 
 
 def package(module: Any) -> str:
@@ -105,36 +90,41 @@ def package(module: Any) -> str:
 
 def start(model: str) -> None:
     """Start an engine, write a token, and print a line of JSON."""
-    clock, compiled = Clock(), Compiled()
-    clock.enter("the rest")
-    clock.watch(importlib.machinery.SourceFileLoader, "exec_module", package)
-    import torch
+    clock, compiled = Clock(), list[float]()  # seconds of each kernel that Triton looked for: 0 if it was found
+    with clock.phase("the rest"):
+        clock.watch(importlib.machinery.SourceFileLoader, "exec_module", package)
+        import torch
 
-    clock.watch(torch.cuda, "_lazy_init", "CUDA")
-    from triton import knobs
+        clock.watch(torch.cuda, "_lazy_init", "CUDA")
+        from triton import knobs
 
-    from folovllm import LLM, SamplingParams
-    from folovllm.config import DEFAULT_MODEL
-    from folovllm.engine import llm_engine
-    from folovllm.worker.graph_runner import GraphRunner
-    from folovllm.worker.model_runner import ModelRunner
+        from folovllm import LLM, SamplingParams
+        from folovllm.config import DEFAULT_MODEL
+        from folovllm.engine import llm_engine
+        from folovllm.worker.graph_runner import GraphRunner
+        from folovllm.worker.model_runner import ModelRunner
 
-    clock.watch(llm_engine, "set_up", "configuration")
-    clock.watch(llm_engine, "load_tokenizer", "tokenizer")
-    for name, phase in PHASES.items():
-        clock.watch(ModelRunner if name == "fit_kv_cache" else GraphRunner, name, phase)
-    knobs.compilation.listener = compiled
-    with LLM(model, tokenizer=DEFAULT_MODEL, model_impl="native", use_tqdm=False) as llm:
-        clock.enter("first token")
-        llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)
-        clock.leave()
-        total = clock.now()
+        clock.watch(llm_engine, "set_up", "configuration")
+        clock.watch(llm_engine, "load_tokenizer", "tokenizer")
+        for name, phase in PHASES.items():
+            clock.watch(ModelRunner if name == "fit_kv_cache" else GraphRunner, name, phase)
+
+        def count(*, times: Any, cache_hit: bool, **_: Any) -> None:
+            compiled.append(0.0 if cache_hit else times.total / 1e6)
+
+        knobs.compilation.listener = count
+        with LLM(model, tokenizer=DEFAULT_MODEL, model_impl="native", use_tqdm=False) as llm:
+            with clock.phase("first token"):
+                llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)
+            found = {
+                "phases": dict(clock.phases),
+                "total": clock.now(),
+            }  # the end of the engine is no part of its start
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
-    found = {
-        "phases": clock.phases, "total": total, "read": int(counters["read_bytes"]) / 1e9, "modules": len(sys.modules),
-        "kernels": compiled.num_found, "compiled": compiled.new,
-    }  # fmt: skip
-    print(json.dumps(found))
+    print(json.dumps(found | {
+        "read": int(counters["read_bytes"]) / 1e9, "modules": len(sys.modules),
+        "kernels": len(compiled), "compiled": [seconds for seconds in compiled if seconds],
+    }))  # fmt: skip
 
 
 def write(geometry: str, folder: Path) -> str:
@@ -183,12 +173,16 @@ def main() -> None:
     print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in STARTS))
     for phase in ORDER:
         print(f"{phase:24}" + "".join(f"{result['phases'].get(phase, 0.0):20.2f}" for result in results))
-    print(f"{'to the first token':24}" + "".join(f"{result['total']:20.2f}" for result in results))
-    print(f"{'GB from the disk':24}" + "".join(f"{result['read']:20.2f}" for result in results))
-    for counted in ("modules", "kernels"):
-        print(f"{counted:24}" + "".join(f"{result[counted]:20}" for result in results))
-    print(f"{'kernels compiled':24}" + "".join(f"{len(result['compiled']):20}" for result in results))
-    print(f"{'threads waited for them':24}" + "".join(f"{sum(result['compiled']):20.1f}" for result in results))
+    counted = {
+        "to the first token": [f"{result['total']:.2f}" for result in results],
+        "GB from the disk": [f"{result['read']:.2f}" for result in results],
+        "modules": [result["modules"] for result in results],
+        "kernels": [result["kernels"] for result in results],
+        "kernels compiled": [len(result["compiled"]) for result in results],
+        "threads waited for them": [f"{sum(result['compiled']):.1f}" for result in results],
+    }
+    for name, values in counted.items():
+        print(f"{name:24}" + "".join(f"{value:>20}" for value in values))
 
 
 if __name__ == "__main__":

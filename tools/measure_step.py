@@ -63,17 +63,18 @@ def step_time(engine: LLMEngine, num_seqs: int, kind: str = "plain") -> float:
     return statistics.median(times)
 
 
-def prompts_time(engine: LLMEngine) -> float:
-    """Return the milliseconds of prompts that fill a step, from their arrival to their tokens."""
-    times = []
+def prompts_time(engine: LLMEngine, length: int, count: int = 1) -> float:
+    """Return the milliseconds of prompts of one length that come together, from their arrival to their tokens."""
+    times, params = [], SamplingParams(max_tokens=1, ignore_eos=True)
     for number in range(TIMES + 1):  # the first one warms up
-        rng = random.Random(number)
-        prompts = [[rng.randrange(4000) for _ in range(LONG_PROMPT)] for _ in range(BUDGET // LONG_PROMPT)]
+        rng = random.Random(f"{length} {number}")
+        prompts = [[rng.randrange(4000) for _ in range(length)] for _ in range(count)]
         began = time.perf_counter()
         for i, prompt in enumerate(prompts):
-            engine.add_request(f"p{number}.{i}", prompt, SamplingParams(max_tokens=1, ignore_eos=True), stream=False)
+            engine.add_request(f"p{number}.{i}", prompt, params, stream=False)
         finish(engine)
         times.append(1000 * (time.perf_counter() - began))
+    engine.reset_prefix_cache()
     return statistics.median(times[1:])
 
 
@@ -84,7 +85,7 @@ def lines(engine: LLMEngine, args: argparse.Namespace) -> Iterator[str]:
         for kind in args.kinds:
             yield f"{num_seqs:>4}  {kind:32}" + "".join(f"{times[kind]:>9.4f}" for times in rounds)
     if args.prompts:
-        yield f"      {BUDGET:,} prompt tokens            {prompts_time(engine):>9.3f}"
+        yield f"      {BUDGET:,} prompt tokens            {prompts_time(engine, LONG_PROMPT, BUDGET // LONG_PROMPT):>9.3f}"
 
 
 def main() -> None:

@@ -107,29 +107,14 @@ def asked(start: int, stop: int, question: str, zh: str) -> dict[str, Any]:
     return {"start": start, "stop": stop, "words": words, "zh": words_zh}
 
 
+PAGED = {"block_size": 8, "max_num_seqs": 4}
+CHUNKED = PAGED | {"num_kv_blocks": 24, "max_num_batched_tokens": 24, "max_model_len": 160}
 TAKES = [
     Take(SAMPLES / "m1.jsonl", "One request at a time", {"milestone": "m1", **MEMORY}, FIVE[:3]),
     Take(SAMPLES / "m2.jsonl", "Three slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, FIVE),
-    Take(
-        SAMPLES / "m3.jsonl",
-        "Blocks, and a preemption",
-        {"milestone": "m3", "num_kv_blocks": 12, "block_size": 8, "max_num_seqs": 4, **MEMORY},
-        FIVE,
-    ),
-    Take(
-        SAMPLES / "m5.jsonl",
-        "Shared prefixes and chunks",
-        {"milestone": "m5", "num_kv_blocks": 24, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 24,
-         "max_model_len": 160},
-        CACHE,
-    ),
-    Take(
-        SAMPLES / "m6.jsonl",
-        "Steps that overlap",
-        {"milestone": "m6", "num_kv_blocks": 24, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 24,
-         "max_model_len": 160},
-        CACHE,
-    ),
+    Take(SAMPLES / "m3.jsonl", "Blocks, and a preemption", {"milestone": "m3", "num_kv_blocks": 12, **PAGED, **MEMORY}, FIVE),
+    Take(SAMPLES / "m5.jsonl", "Shared prefixes and chunks", {"milestone": "m5", **CHUNKED, "max_num_seqs": 3}, CACHE),
+    Take(SAMPLES / "m6.jsonl", "Steps that overlap", {"milestone": "m6", **CHUNKED}, CACHE),
     abc("2_one_at_a_time", "One request at a time", "m1",
         asked(2, 6, "B's answer on the right ends with the next step. When does C begin, here and there?",
               "右边 B 的回答下一步就结束。C 在两边各在什么时候开始？")),
@@ -137,38 +122,27 @@ TAKES = [
     Take(BOOK / "3_slots.jsonl", "Slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, NINE,
          asked(5, 12, "B's slot is free now. How many of the five that wait may begin on the left?",
                "B 的槽现在空了。左边等待的五个请求里，有几个可以开始？")),
-    Take(
-        BOOK / "3_blocks.jsonl",
-        "Blocks, in the same memory",
-        {"milestone": "m3", "num_kv_blocks": 18, "block_size": 16, **MEMORY},
-        NINE,
-        asked(24, 32, "No block is free, and I, which came last, needs another one. Who gives its blocks back?",
-              "没有空闲块了，最后到的 I 还要一块。谁会交回自己的块？"),
-    ),
+    Take(BOOK / "3_blocks.jsonl", "Blocks, in the same memory",
+         {"milestone": "m3", "num_kv_blocks": 18, "block_size": 16, **MEMORY}, NINE,
+         asked(24, 32, "No block is free, and I, which came last, needs another one. Who gives its blocks back?",
+               "没有空闲块了，最后到的 I 还要一块。谁会交回自己的块？")),
     abc("6_abc", "A, B and C: everything on one clock", "m6",
         asked(3, 6, "No block is free, and C needs another one. Who gives its blocks back?",
               "没有空闲块了，C 还要一块。谁会交回自己的块？")),
-    Take(
-        BOOK / "x3_guesses.jsonl",
-        "A draft model proposes, the model verifies",
-        {"milestone": "m5", "num_kv_blocks": 14, "block_size": 8, "speculative_config": DRAFT, **MEMORY},
-        FIVE[:1] + FIVE[2:3],
-        asked(2, 5, "None of A's twelve draft tokens was accepted, and of B's four the last step accepted all. What comes next?",
-              "A 的十二个草稿 token 一个也没被接受；上一步 B 的四个全被接受。接下来呢？"),
-    ),
+    Take(BOOK / "x3_guesses.jsonl", "A draft model proposes, the model verifies",
+         {"milestone": "m5", "num_kv_blocks": 14, "block_size": 8, "speculative_config": DRAFT, **MEMORY}, FIVE[:1] + FIVE[2:3],
+         asked(2, 5, "None of A's twelve draft tokens was accepted, and of B's four the last step accepted all. What comes next?",
+               "A 的十二个草稿 token 一个也没被接受；上一步 B 的四个全被接受。接下来呢？")),
 ]  # fmt: skip
 
 
 def takes_of(scene: Scene) -> Iterator[Take]:
     """The recordings of a scene: one for each of its engines."""
-    asks = [
-        Ask(request.turn, request.prompt, request.max_tokens, sampling=scene.sampling) for request in scene.requests
-    ]
+    asks = [Ask(each.turn, each.prompt, each.max_tokens, sampling=scene.sampling) for each in scene.requests]
     titles = [lane.title for lane in scene.lanes] or [scene.words.title]
     for title, settings, file in zip(titles, scene.engines, scene.files, strict=True):
-        yield Take(
-            file, title, config_fields(DEFAULTS | settings), asks, scene.described(), is_measured=scene.name == MEASURED
-        )
+        engine = config_fields(DEFAULTS | settings)
+        yield Take(file, title, engine, asks, scene.described(), is_measured=scene.name == MEASURED)
 
 
 class Clock:
@@ -187,12 +161,8 @@ class TimedExecutor:
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner, self._clock, self._free_at = inner, clock, 0.0
-        self.num_kv_blocks, self.shutdown, self.collective_rpc = (
-            inner.num_kv_blocks,
-            inner.shutdown,
-            inner.collective_rpc,
-        )
-        self.graph_widths = getattr(inner, "graph_widths", ())
+        self.num_kv_blocks, self.graph_widths = inner.num_kv_blocks, getattr(inner, "graph_widths", ())
+        self.shutdown, self.collective_rpc = inner.shutdown, inner.collective_rpc
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         result: StepResult = self._inner.execute_model(output)

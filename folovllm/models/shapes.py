@@ -1,19 +1,14 @@
-"""The shapes of a model's matrices, by its `config.json`: before a weight is read, and for what a step must read."""
+"""The shapes of a model's matrices, by its `config.json`, before a weight is read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
-from folovllm.layers.fusable import PLAIN, fusable
-from folovllm.layers.state_layer import StateLayer
-from folovllm.models.model_config import UnsupportedModel, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
-from folovllm.models.registry import build_model, get_model_class, quantization_of
+from folovllm.models.model_config import UnsupportedModel, head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.models.registry import get_model_class
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig
 
 Shapes = dict[str, tuple[int, int]]  # [outputs, inputs] of linear layers, by their names within a decoder layer
@@ -49,33 +44,9 @@ def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
     return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
 
 
-def linear_bytes(hf_config: PretrainedConfig, dtype: torch.dtype, shapes: Shapes) -> int:
-    """Bytes of matrices of these shapes in all decoder layers, with their scales."""
-    hook, total = quantization_of(hf_config), 0
-    linear_method_of = hook and hook.linear_methods_of(hf_config, {}, renamed_by(hf_config))
-    for i in range(hf_config.num_hidden_layers):
-        for name, (outputs, inputs) in shapes.items():
-            linear_method = linear_method_of and linear_method_of(f"model.layers.{i}.{name}")
-            total += fusable(linear_method or PLAIN).num_bytes(outputs, inputs, dtype)
-    return total
-
-
 def renamed_by(hf_config: PretrainedConfig) -> Mapping[str, str]:
     """Parts of names in the model's checkpoints: what they are called here. None of an unknown model."""
     try:
         return get_model_class(hf_config).renamed
     except UnsupportedModel:  # `build_model` says so
         return {}
-
-
-def token_mixers(config: PretrainedConfig, dtype: torch.dtype) -> list[nn.Module]:
-    """What mixes tokens in each layer of a model of which some layers keep a state, without weights. None of another model."""
-    if not num_linear_of(config):
-        return []
-    model = build_model(config, dtype, "meta", max_model_len=1)
-    return [layer.get_submodule("self_attn") for layer in model.model.layers]
-
-
-def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
-    """The layers that keep a state for each sequence, without weights."""
-    return [mixer for mixer in token_mixers(config, dtype) if isinstance(mixer, StateLayer)]

@@ -264,7 +264,7 @@ class TestReaders:
             for _ in range(20):
                 subscribers.publish([self.MORE])
                 await anext(other)
-            assert reader.is_lost and not reader.has_unread and not quick.is_lost
+            assert reader.is_lost and not reader.unread and not quick.is_lost
             waits = asyncio.ensure_future(anext(stream))
             while asked != [True, True, True]:  # its own beginning, asked for only now that it reads
                 await asyncio.sleep(0)

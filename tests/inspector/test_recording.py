@@ -258,6 +258,6 @@ def test_numbers_of_numpy_are_written() -> None:
     """A learner's code may hand them in."""
     served = engine("m3")
     writer = LineWriter(header_of(served, "", None), TokenTexts(served.tokenizer))
-    list(writer.lines([ev.Snapshot(4, 4, 1, 8, 0, (), ())], 0.0))
-    (line,) = writer.lines([ev.BlockTaken(1), ev.BlockFreed(np.int64(2))], 0.5)  # type: ignore[arg-type]
+    writer.turn([ev.Snapshot(4, 4, 1, 8, 0, (), ())], 0.0)
+    line = writer.turn([ev.BlockTaken(1), ev.BlockFreed(np.int64(2))], 0.5)  # type: ignore[arg-type]
     assert json.loads(line) == ["Turn", 1, 0.5, [["BlockTaken", 1], ["BlockFreed", 2]]]

@@ -46,16 +46,15 @@ return [...missing];
 def opened(here: Shown, files: list[Path], folder: Path, options: str = "") -> Any:
     """Show recordings as one file. Returns Playwright's page."""
     texts = [(file.name, file.read_text(encoding="utf-8")) for file in files]
-    (file := folder / "run.html").write_text(whole_page(inline_source(texts, "../{}/")), encoding="utf-8")
+    (file := folder / f"{files[0].stem}.html").write_text(whole_page(inline_source(texts, "../{}/")), encoding="utf-8")
     here.page.goto(f"{file.as_uri()}#{options}")
     here.page.wait_for_function(SHOWN)
     return here.page
 
 
 class TestPlaying:
-    @pytest.mark.parametrize("name", ["memory", "milestones"])
-    def test_it_plays_once_up_to_its_question(self, browser: Any, tmp_path: Path, name: str) -> None:
-        scene = scenes()[name]
+    def test_it_plays_once_up_to_its_question(self, browser: Any, tmp_path: Path) -> None:
+        scene = scenes()["memory"]
         with shown(browser) as here:
             page = opened(here, scene.files, tmp_path, "embed")
             start, stop = here.run(
@@ -80,18 +79,11 @@ class TestPlaying:
 
 
 class TestFirstScreen:
-    @pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["desk", "phone"])
-    def test_it_shows_what_the_scene_is_about(self, browser: Any, tmp_path: Path, size: tuple[int, int]) -> None:
-        panels = {
-            "memory": ".memory",
-            "chunks": ".timeline",
-            "experts": ".experts",
-            "states": ".states",
-            "blocks": ".memory",
-        }
-        for name, panel in panels.items():
-            with shown(browser) as here:
-                here.page.set_viewport_size({"width": size[0], "height": size[1]})
+    def test_it_shows_what_the_scene_is_about(self, browser: Any, tmp_path: Path) -> None:
+        """On a phone, too, without scrolling."""
+        panels = {"chunks": ".timeline", "experts": ".experts", "states": ".states", "blocks": ".memory"}
+        with shown(browser, viewport={"width": 390, "height": 844}) as here:
+            for name, panel in panels.items():
                 page = opened(here, scenes()[name].files, tmp_path, "t=5")
                 box, player = (page.locator(f"{it} canvas").first.bounding_box() for it in (panel, ".player"))
                 assert box and player and box["y"] + box["height"] <= player["y"], name
@@ -247,31 +239,28 @@ def recordings(scene: Scene) -> list[dict[str, str]]:
 
 
 class TestChinese:
-    @pytest.mark.parametrize("name", list(scenes()))
-    def test_no_text_of_a_scene_is_left_in_english(self, browser: Any, tmp_path: Path, name: str) -> None:
-        scene = scenes()[name]
+    def test_no_text_of_a_scene_is_left_in_english(self, browser: Any, tmp_path: Path) -> None:
         with shown(browser, locale="zh-CN") as here:
-            page = opened(here, scene.files, tmp_path, "t=0")
-            assert here.run(TELL_ALL, 0 if len(scene.files) == 1 else 4) == []
-            assert page.evaluate("document.documentElement.lang") == "zh"
-            if scene.words.watch and len(scene.files) < 3:
-                assert scene.zh.watch in page.locator(".watch").inner_text()
+            for name, scene in scenes().items():
+                page = opened(here, scene.files, tmp_path, "t=0")
+                assert here.run(TELL_ALL, 0 if len(scene.files) == 1 else 4) == [], name
+                assert page.evaluate("document.documentElement.lang") == "zh"
+                if scene.words.watch and len(scene.files) < 3:
+                    assert scene.zh.watch in page.locator(".watch").inner_text()
 
     def test_no_other_text_is(self, browser: Any, tmp_path: Path) -> None:
         """M1 and slots; an abort; overlap; the controls, and what these say."""
-        for sample in ("m1", "m2", "m5", "m6"):
-            with shown(browser, locale="zh-CN") as here:
+        with shown(browser, locale="zh-CN") as here:
+            for sample in ("m1", "m2", "m5", "m6"):
                 opened(here, [SAMPLES / f"{sample}.jsonl"], tmp_path, "t=0")
                 assert here.run(TELL_ALL, 0) == []
-                names = ["playground", "player", "scenes", "requests", "timeline"]
-                check = """
-                  const {template} = await import("inspector/dom.js");
-                  const {missing} = await import("inspector/words.js");
-                  it.forEach((name) => template(name));
-                  return [...missing]"""
-                assert here.run(check, names) == []
-        helps = {control.help for control in CONTROLS.values()}
-        assert helps <= STRINGS.keys()
+            check = """
+              const {template} = await import("inspector/dom.js");
+              const {missing} = await import("inspector/words.js");
+              it.forEach((name) => template(name));
+              return [...missing]"""
+            assert here.run(check, ["playground", "player", "scenes", "requests", "timeline"]) == []
+        assert {control.help for control in CONTROLS.values()} <= STRINGS.keys()
 
     def test_each_has_the_names_of_its_source(self) -> None:
         for english, chinese in STRINGS.items():

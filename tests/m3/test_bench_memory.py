@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from folovllm.apps.bench.memory import bench_memory, measure
+from folovllm.apps.bench.memory import bench_memory, measure, metrics_of
 from folovllm.apps.bench.report import load
 from folovllm.apps.bench.workload import mixed_workload
 from folovllm.apps.cli import main
@@ -30,10 +30,12 @@ def test_blocks_hold_more_sequences_in_the_same_bytes() -> None:
     m2, m3 = (measure(milestone, workload, block_size=4, **options()) for milestone in ("m2", "m3"))
     assert m2.kv_bytes == m3.kv_bytes
     assert m2.output_tokens == m3.output_tokens == workload.output_tokens
-    assert (m2.block_size, m2.peak_running) == (64, 2)
-    assert m3.peak_running > 2 and m3.mean_running > 1.5 * m2.mean_running
-    assert m3.mean_waste < m2.mean_waste < 1
-    assert m3.mean_stored > 1.5 * m2.mean_stored
+    slots, blocks = ({name: metric.median for name, metric in metrics_of(seen).items()} for seen in (m2, m3))
+    assert (m2.block_size, slots["sequences in flight, most"]) == (64, 2)
+    assert blocks["sequences in flight, most"] > 2
+    assert blocks["sequences in flight, mean"] > 1.5 * slots["sequences in flight, mean"]
+    assert blocks["reserved and empty"] < slots["reserved and empty"] < 100
+    assert blocks["of the cache filled"] > 1.5 * slots["of the cache filled"]
     assert m3.steps < m2.steps
 
 

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from folovllm import EngineConfig
+from folovllm.apps.bench.roofline import Weights
 from folovllm.electives.quantization.config import CheckpointQuantization
 from folovllm.electives.quantization.fp8 import Fp8, Fp8Both
 from folovllm.electives.quantization.scaled import Int8
 from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.models.loader import load_model
-from folovllm.models.shapes import linear_bytes, linear_shapes
+from folovllm.models.registry import build_model
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.x2.quantized import ALIGNED, BLOCK, E4M3, FP8_BLOCKS, FP8_WIDE, compressed, quantize_8, write_quantized
 from tests.x2.quantized import BYTE_KINDS as KINDS
@@ -197,9 +198,13 @@ def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> No
 def test_what_a_step_reads() -> None:
     """Of 16 bits: half the bytes and the scales, and all of what is plain."""
     config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3"))
-    shapes = linear_shapes(config)
-    whole = linear_bytes(config, torch.bfloat16, shapes)
+
+    def num_bytes() -> int:
+        model = build_model(config, torch.bfloat16, "meta", max_model_len=1)
+        return Weights.of(model, torch.bfloat16).always_bytes
+
+    whole = num_bytes()
     config.quantization_config = FP8_BLOCKS | {"weight_block_size": [8, 8]}
-    assert linear_bytes(config, torch.bfloat16, shapes) == whole // 2 + whole // 2 // 64 * 4
+    assert num_bytes() == whole // 2 + whole // 2 // 64 * 4
     config.quantization_config = FP8_BLOCKS | {"modules_to_not_convert": ["model"]}
-    assert linear_bytes(config, torch.bfloat16, shapes) == whole
+    assert num_bytes() == whole

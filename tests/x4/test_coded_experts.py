@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.apps.bench.contenders import write_geometry
+from folovllm.apps.bench.roofline import Weights
 from folovllm.electives.moe.quantized import ExpertStack, GroupedQuantizedExperts, QuantizedExperts
 from folovllm.electives.quantization.quantizer.methods import method_for
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
@@ -20,7 +21,7 @@ from folovllm.electives.quantization.quantizer.run import quantize as quantize_f
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_native_model
-from folovllm.models.shapes import expert_shapes, linear_bytes, linear_shapes
+from folovllm.models.registry import build_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import answered, make_engine, mixed_requests, serve
@@ -259,10 +260,11 @@ def test_what_a_step_reads_of_qwen3_30b(kind: str, bits: int, tmp_path: Path) ->
     config = EngineConfig(
         model=str(path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu", quantization=kind
     )
-    hf_config = set_up(config).hf_config
-    weights = 48 * 3 * 2048 * 768
-    read = linear_bytes(hf_config, torch.bfloat16, expert_shapes(hf_config))
-    assert weights * bits / 8 < read < weights * (bits + 0.15) / 8
-    shapes = linear_shapes(hf_config)
-    routers = linear_bytes(hf_config, torch.bfloat16, {"mlp.gate": shapes["mlp.gate"]})
-    assert routers == 48 * 128 * 2048 * 2
+    model = build_model(set_up(config).hf_config, torch.bfloat16, "meta", max_model_len=1)
+    found = Weights.of(model, torch.bfloat16)
+    routers = 48 * 128 * 2048
+    for count, size in (
+        (found.experts, found.expert_bytes),
+        (found.always - routers, found.always_bytes - 2 * routers),
+    ):
+        assert count * bits / 8 < size < count * (bits + 0.15) / 8

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from folovllm import LLM
 from folovllm.apps.bench.contenders import write_geometry
-from folovllm.apps.bench.roofline import MatrixSizes, experts_read
+from folovllm.apps.bench.roofline import Weights, experts_read
 from folovllm.config import EngineConfig
 from folovllm.electives.moe.layers import MoE
 from folovllm.engine.build_batch import layer_set
@@ -116,14 +116,15 @@ def test_what_a_step_reads_of_qwen3_30b(tmp_path: Path) -> None:
     """Alone a token reads 8 of 128 experts; 256 tokens read all of them, and that is most of what the step reads."""
     path = write_geometry("qwen3-30b-a3b", tmp_path)
     setup = set_up(EngineConfig(model=str(path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu"))
-    sizes = MatrixSizes.of(setup)
-    assert (sizes.num_experts, sizes.asked, sizes.expert) == (128, 8, 3 * 2048 * 768)
-    assert experts_read(sizes, 1) == pytest.approx(8)
-    assert 127.9 < experts_read(sizes, 256) < 128
-    whole = sizes.always + 48 * 128 * sizes.expert + 2 * sizes.head
-    assert whole == pytest.approx(30.5e9, rel=0.01)  # as it is called; with the embedding
-    active = sizes.always + 48 * 8 * sizes.expert + sizes.head
-    assert active == pytest.approx(3.0e9, rel=0.02)
+    weights = Weights.of(build_model(setup.hf_config, setup.dtype, "meta", max_model_len=1), setup.dtype)
+    assert weights.experts == 48 * 128 * 3 * 2048 * 768
+    assert experts_read(128, 8, 1) == pytest.approx(8)
+    assert 127.9 < experts_read(128, 8, 256) < 128
+    head = setup.vocab_size * 2048
+    assert weights.always + weights.experts + 2 * head == pytest.approx(
+        30.5e9, rel=0.01
+    )  # as it is called; with the embedding
+    assert weights.always + weights.experts / 16 + head == pytest.approx(3.0e9, rel=0.02)
 
 
 @pytest.mark.parametrize("backend", ["torch_naive", "triton"])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from folovllm.apps.cli.flags import Given, pick, with_flags, writable
+from folovllm.apps.cli.flags import pick, with_flags, writable
 
 if TYPE_CHECKING:
     from folovllm.apps.bench.contenders import Contender
     from folovllm.apps.bench.report import Result
-    from folovllm.apps.bench.serving import Point
 
 Compare = Annotated[
     str | None,
@@ -146,31 +144,12 @@ def ladder(
     **given: Any,
 ) -> None:
     """One workload through every milestone; with --mine, your ladder beside the reference's."""
-    from folovllm.apps.bench.ladder import (
-        Plan,
-        bench_ladder,
-        bench_reference,
-        beside,
-        contenders_up_to,
-        for_cpu,
-        show_ladder,
-    )
-    from folovllm.config import LATEST
-    from folovllm.engine.setup import choose_device
-    from folovllm.learn.overlay import started_milestone
+    from folovllm.apps.bench.ladder import bench_milestones, show_ladder
 
     if given.pop("milestone", None) is not None:
         raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")
-    upto = started_milestone() or LATEST if upto is None else upto
-    on_gpu = choose_device(given.get("device")).type == "cuda"
-    workload = workload or ("nano-vllm" if on_gpu else "mixed")
-    with contenders(given, None, random_weights) as [(_, fields)]:
-        milestones = (
-            contenders_up_to(upto, fields) if on_gpu else for_cpu(contenders_up_to(upto, fields), workload, requests)
-        )
-        plan = Plan(milestones, workload, requests, limit, repeats)
-        found = bench_ladder(plan)
-        found = beside(found, bench_reference(plan)) if os.environ.get("FOLOVLLM_MINE") else found
+    with contenders(given, None, random_weights) as [(newest, fields)]:
+        found = bench_milestones(upto or newest, fields, workload, requests, limit, repeats)
     finish(found, save, show_ladder)
 
 
@@ -200,15 +179,22 @@ def serve(
     **given: Any,
 ) -> None:
     """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps the loads before it."""
-    from folovllm.apps.bench.serving import VOCABULARY, Sweep
+    from folovllm.apps.bench.serving import VOCABULARY, Point, Sweep
     from folovllm.apps.bench.workload import load_workload
 
     if slo is not None:
         raise ValueError("--slo is gone, as goodput is no longer counted: leave it out, and read TTFT and TPOT")
-    points = points_of(rates, clients)
+    if rates is not None and clients is not None:
+        raise ValueError("give --rates or --clients, not both")
+    points = [Point(clients=int(count)) for count in numbers("--clients", clients)] if clients else []
+    points = points or [Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")]
     sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, engine_process)
     if url is not None:
-        require_no_engine(given, compare, random_weights)
+        chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
+        if chosen or compare or random_weights:
+            raise ValueError(
+                "--url names a server that has its settings: say --model and the load, nothing of the engine"
+            )
         found, is_whole = sweep.run_at(url, given.get("model"), api_key)
     else:
         with contenders(given, compare, random_weights) as engines:
@@ -218,33 +204,13 @@ def serve(
         raise typer.Exit(130)
 
 
-def require_no_engine(given: Given, compare: str | None, geometry: str | None) -> None:
-    """Raise ValueError if something of an engine was chosen, beside the model."""
-    chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
-    if chosen or compare or geometry:
-        raise ValueError("--url names a server that has its settings: say --model and the load, nothing of the engine")
-
-
-def points_of(rates: str | None, clients: str | None) -> list[Point]:
-    """The loads that the two flags ask for. Raises ValueError for both of them."""
-    from folovllm.apps.bench.serving import Point
-
-    if rates is not None and clients is not None:
-        raise ValueError("give --rates or --clients, not both")
-    if clients:
-        return [Point(clients=int(count)) for count in numbers("--clients", clients)]
-    return [Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")]
-
-
 def numbers(flag: str, text: str) -> list[float]:
     """ "1,2.5" -> [1.0, 2.5]. Raises ValueError for what is no number above 0."""
-    try:
+    with suppress(ValueError):
         found = [float(item) for item in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < number < 1e6 for number in found):
-        raise ValueError(f"{flag} takes numbers above 0 with commas between them, say 1,2,4, not {text!r}")
-    return found
+        if all(0 < number < 1e6 for number in found):
+            return found
+    raise ValueError(f"{flag} takes numbers above 0 with commas between them, say 1,2,4, not {text!r}")
 
 
 def compare(files: Annotated[list[Path], typer.Argument(help="Results that --save wrote.")]) -> None:
@@ -265,20 +231,19 @@ def compare(files: Annotated[list[Path], typer.Argument(help="Results that --sav
 def contenders(given: dict[str, Any], compare: str | None, geometry: str | None) -> Iterator[list[Contender]]:
     """Yield name and configuration of each engine to measure: `given` are flags, `compare` milestones, `geometry` a model of random weights.
 
-    Bad flags are refused before torch is loaded where that is possible.
-
-    A geometry's files are there until the end of the block.
+    Bad flags are refused before torch is loaded where that is possible. A geometry's files are there until the end of the block.
     """
     from folovllm.apps.bench.contenders import parse_contenders, random_model
     from folovllm.config import LATEST, EngineConfig
     from folovllm.learn.overlay import started_milestone
 
-    chosen = {"use_tqdm": False, **pick(given, EngineConfig)}
-    milestone = chosen.pop("milestone", None)
+    fields = {"use_tqdm": False, **pick(given, EngineConfig)}
+    milestone = fields.pop("milestone", None)
     if compare is not None and milestone is not None:
         raise ValueError("give --milestone or --compare, not both")
     with tempfile.TemporaryDirectory() as folder:
-        fields = chosen if geometry is None else random_model(geometry, Path(folder), chosen)
+        if geometry is not None:
+            fields = random_model(geometry, Path(folder), fields)
         yield parse_contenders(milestone or started_milestone() or LATEST if compare is None else compare, fields)
 
 

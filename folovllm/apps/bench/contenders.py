@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,26 +81,23 @@ def parse_contenders(text: str, common: dict[str, Any]) -> list[Contender]:
         ValueError: an item is no milestone with settings behind colons, or the configuration refuses it.
     """
     contenders = []
-    for item in text.split(","):
-        milestone, *settings = item.strip().split(":")
-        if not milestone:
-            raise ValueError(f"--compare takes milestones with commas between them, say m1,m2, not {text!r}")
-        overrides = {**common, "milestone": milestone}
-        for setting in settings:
-            key, equals, value = setting.partition("=")
-            if not equals:
-                raise ValueError(f"{setting!r} in --compare is no setting: write m2:max_num_seqs=8")
-            overrides[key] = _value(value)
+    for item in map(str.strip, text.split(",")):
+        milestone, *settings = item.split(":")
+        pairs = [setting.partition("=") for setting in settings]
+        if not milestone or not all(equals for _, equals, _ in pairs):
+            raise ValueError(
+                f"--compare takes milestones with settings behind them, say m1,m2:max_num_seqs=8, not {text!r}"
+            )
+        fields = common | {"milestone": milestone} | {key: _value(value) for key, _, value in pairs}
         try:
-            EngineConfig(**overrides)
+            EngineConfig(**fields)
         except TypeError as error:
             raise ValueError(f"{item!r} in --compare names a setting that there is not: {error}") from error
-        contenders.append((item.strip(), overrides))
+        contenders.append((item, fields))
     return contenders
 
 
 def _value(text: str) -> Any:
-    try:
+    with suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text

@@ -19,17 +19,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from folovllm.apps.bench import throughput as figures
 from folovllm.apps.bench.contenders import Contender, parse_contenders
 from folovllm.apps.bench.report import Result, digits, load, machine_line, ratio, workload_line
-from folovllm.apps.bench.throughput import (
-    AGREEMENT,
-    LONGEST_GAP,
-    PER_CPU_SECOND,
-    REUSED,
-    ROOFLINE,
-    WASTE,
-    bench_throughput,
-)
 from folovllm.apps.bench.workload import load_workload
 from folovllm.attention.backends.abstract import BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS
@@ -44,15 +36,15 @@ CHUNK = 128  # tokens a step of a CPU where prompts come in chunks: some 15 ms
 RATE = "output tokens"
 COLUMNS = {  # a metric and its heading
     RATE: "output",
-    PER_CPU_SECOND: "a CPU\nsecond",
+    figures.PER_CPU_SECOND: "a CPU\nsecond",
     "sequences a step": "at\nonce",
     "TTFT median": "first\ntoken",
     "TPOT median": "each\ntoken",
-    LONGEST_GAP: "longest\nwait",
-    WASTE: "cache\nempty",
-    REUSED: "prompt\nfound",
-    ROOFLINE: "of the\nroofline",
-    AGREEMENT: "same\ntokens",
+    figures.LONGEST_GAP: "longest\nwait",
+    figures.WASTE: "cache\nempty",
+    figures.REUSED: "prompt\nfound",
+    figures.ROOFLINE: "of the\nroofline",
+    figures.AGREEMENT: "same\ntokens",
 }
 LEGEND = (
     "At once: requests in a step, mean. First and each token: medians, with all waiting. Longest wait: of a running "
@@ -73,7 +65,27 @@ class Plan:
     repeats: int = 1
 
 
-def contenders_up_to(upto: str, common: dict[str, Any]) -> list[Contender]:
+def bench_milestones(
+    upto: str, fields: dict[str, Any], workload: str | None, requests: int | None, limit: float | None, repeats: int
+) -> Result:
+    """Measure the milestones up to one of them over `fields` of an EngineConfig; with `--mine` the reference's, too.
+
+    Raises:
+        ValueError: no such milestone; or answers differ.
+    """
+    contenders, on_gpu = contenders_up_to(upto, fields), is_on_gpu(fields)
+    workload = workload or ("nano-vllm" if on_gpu else "mixed")
+    plan = Plan(contenders if on_gpu else for_cpu(contenders, workload, requests), workload, requests, limit, repeats)
+    found = bench_ladder(plan)
+    return beside(found, bench_reference(plan)) if os.environ.get("FOLOVLLM_MINE") else found
+
+
+def is_on_gpu(fields: dict[str, Any]) -> bool:
+    """Whether an engine with these fields runs on a GPU."""
+    return choose_device(fields.get("device")).type == "cuda"
+
+
+def contenders_up_to(upto: str, fields: dict[str, Any]) -> list[Contender]:
     """List the presets up to `upto`; on a GPU, the other attention backends follow.
 
     Raises:
@@ -81,9 +93,8 @@ def contenders_up_to(upto: str, common: dict[str, Any]) -> list[Contender]:
     """
     if upto not in PRESETS:
         raise ValueError(f"unknown milestone {upto!r}: choose one of {', '.join(PRESETS)}")
-    found = parse_contenders(",".join(name for name in PRESETS if name <= upto), common)
-    on_gpu = choose_device(common.get("device")).type == "cuda"
-    return found + (other_backends(found[-1]) if on_gpu and upto >= FIRST_WITH_BACKENDS else [])
+    found = parse_contenders(",".join(name for name in PRESETS if name <= upto), fields)
+    return found + (other_backends(found[-1]) if is_on_gpu(fields) and upto >= FIRST_WITH_BACKENDS else [])
 
 
 def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) -> list[Contender]:
@@ -124,12 +135,12 @@ def bench_ladder(plan: Plan) -> Result:
     Raises:
         ValueError: greedy float32 answers on CPU differ between milestones.
     """
-    result = bench_throughput(plan.contenders, plan.workload, plan.requests, plan.repeats, plan.limit)
+    result = figures.bench_throughput(plan.contenders, plan.workload, plan.requests, plan.repeats, plan.limit)
     result.benchmark = "ladder"
-    on_gpu = choose_device(plan.contenders[0][1].get("device")).type == "cuda"
+    fields = plan.contenders[0][1]
     for run in result.runs:  # a GPU's work is not the CPU's; a small model stays in a CPU's cache, which no copy shows
-        run.metrics.pop(PER_CPU_SECOND if on_gpu else ROOFLINE, None)
-    if not on_gpu and plan.contenders[0][1].get("dtype", "auto") in ("auto", "float32"):
+        run.metrics.pop(figures.PER_CPU_SECOND if is_on_gpu(fields) else figures.ROOFLINE, None)
+    if not is_on_gpu(fields) and fields.get("dtype", "auto") in ("auto", "float32"):
         check_answers(result)  # rounding cannot explain a difference
     return result
 
@@ -137,7 +148,7 @@ def bench_ladder(plan: Plan) -> Result:
 def check_answers(result: Result) -> None:
     """Raise ValueError where a milestone's greedy tokens are not the first's."""
     for run in result.runs:
-        same = run.metrics.get(AGREEMENT)
+        same = run.metrics.get(figures.AGREEMENT)
         if same is not None and same.median < 100:
             raise ValueError(
                 f"{run.name} gave only {same.median:.1f}% of {result.runs[0].name}'s tokens: greedy answers in float32 "
@@ -179,8 +190,10 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("")
     units = {name: metric.unit for run in result.runs for name, metric in run.metrics.items()}
-    all_agree = {run.metrics[AGREEMENT].median for run in result.runs if AGREEMENT in run.metrics} == {100}
-    columns = [name for name in COLUMNS if name in units and not (name == AGREEMENT and all_agree)]
+    all_agree = {run.metrics[figures.AGREEMENT].median for run in result.runs if figures.AGREEMENT in run.metrics} == {
+        100
+    }
+    columns = [name for name in COLUMNS if name in units and not (name == figures.AGREEMENT and all_agree)]
     for name in columns:
         table.add_column(f"{COLUMNS[name]}\n{units[name]}", justify="right", no_wrap=True, vertical="bottom")
         if name == RATE:
@@ -189,7 +202,7 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
         rate, *others = (digits(run.metrics[name].median) if name in run.metrics else "-" for name in columns)
         table.add_row(run.title, rate, ratio(result.runs[0].metrics[RATE], run.metrics[RATE]), *others)
     console.print(table)
-    on_cpu = all(PER_CPU_SECOND in run.metrics for run in result.runs)
+    on_cpu = all(figures.PER_CPU_SECOND in run.metrics for run in result.runs)
     idle = on_cpu and any(run.config.get("milestone") in ("m4", "m6") for run in result.runs)
     for note in [LEGEND] + [ALL_AGREE] * all_agree + [FOR_GPUS] * idle:
         console.print(note, style="dim", markup=False)

@@ -6,99 +6,62 @@ ones and a few long ones. How many run at once, how fast, and how much of what t
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from folovllm.apps.bench.contenders import Contender, used_settings
 from folovllm.apps.bench.report import Metric, Result, Run
-from folovllm.apps.bench.serve import run_workload, running, warm_up
+from folovllm.apps.bench.serve import Observed, run_workload, running, warm_up
 from folovllm.apps.bench.workload import Workload, mixed_workload
 from folovllm.config import PRESETS, EngineConfig
 
 
-@dataclass(slots=True, frozen=True)
-class MemoryUse:
-    """What one preset made of the memory. Means are over steps, and all steps count alike."""
-
-    milestone: str
-    block_size: int
-    kv_bytes: int
-    seconds: float
-    cpu_seconds: float  # of this process: on a machine that others use too, the steadier of the two
-    output_tokens: int
-    steps: int
-    preemptions: int
-    mean_running: float
-    peak_running: int
-    mean_waste: float  # share of the reserved bytes that hold no token
-    mean_stored: float  # share of all bytes of the cache that do
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens a second, prefill included."""
-        return self.output_tokens / self.seconds
-
-    def metrics(self) -> dict[str, Metric]:
-        """The same for a report."""
-        return {
-            "sequences in flight, mean": Metric.of([self.mean_running]),
-            "sequences in flight, most": Metric.of([self.peak_running]),
-            "output tokens": Metric.of([self.tokens_per_second], "/s"),
-            "output tokens a CPU second": Metric.of([self.output_tokens / self.cpu_seconds], "/s"),
-            "reserved and empty": Metric.of([100 * self.mean_waste], "%", higher_is_better=False),
-            "of the cache filled": Metric.of([100 * self.mean_stored], "%"),
-            "steps": Metric.of([self.steps], higher_is_better=False),
-            "preemptions": Metric.of([self.preemptions], higher_is_better=False),
-        }
+def metrics_of(seen: Observed) -> dict[str, Metric]:
+    """What one preset made of the memory."""
+    filled = fmean(stats.kv_bytes_used / stats.kv_bytes_total for stats in seen.looks)
+    return {
+        "sequences in flight, mean": Metric.of([seen.mean_running]),
+        "sequences in flight, most": Metric.of([max(stats.running for stats in seen.looks)]),
+        "output tokens": Metric.of([seen.tokens_per_second], "/s"),
+        "output tokens a CPU second": Metric.of([seen.tokens_per_cpu_second], "/s"),
+        "reserved and empty": Metric.of([100 * seen.mean_waste], "%", higher_is_better=False),
+        "of the cache filled": Metric.of([100 * filled], "%"),
+        "steps": Metric.of([seen.steps], higher_is_better=False),
+        "preemptions": Metric.of([seen.preemptions], higher_is_better=False),
+    }
 
 
-def bench_memory(
-    contenders: list[Contender], slots: int = 8, max_model_len: int = 512, count: int = 96, seed: int = 0
-) -> Result:
+def bench_memory(contenders: list[Contender], slots: int = 8, max_model_len: int = 512, count: int = 96) -> Result:
     """Measure one preset after the other, over the same requests and in the same bytes.
 
     Raises:
         ValueError: a preset whose cache is no pool, or a size of the pool beside `slots`.
     """
-    for name, overrides in contenders:
-        if PRESETS[overrides["milestone"]]["kv_cache"] == "growing":
+    for name, fields in contenders:
+        if PRESETS[fields["milestone"]]["kv_cache"] == "growing":
             raise ValueError(f"{name} has no pool of KV cache to compare: take m2 or later")
-        if overrides.get("num_kv_blocks"):
+        if fields.get("num_kv_blocks"):
             raise ValueError("bench memory sizes the pool itself: give --slots in place of num_kv_blocks")
     prompts, answers = (max_model_len // 64 or 1, max_model_len // 4), (max_model_len // 32 or 1, max_model_len // 2)
     name = f"mixed, in the memory of {slots} sequences of {max_model_len} tokens"
-    workload = replace(mixed_workload(count, seed, prompts, answers), name=name)
-    result = Result("memory", {**workload.describe(), "seed": seed})
-    for name, overrides in contenders:
-        use = measure(workload=workload, slots=slots, **{**overrides, "max_model_len": max_model_len})
-        result.runs.append(Run(name, used_settings(EngineConfig(**overrides)) | asdict(use), use.metrics()))
+    workload = replace(mixed_workload(count, 0, prompts, answers), name=name)
+    result = Result("memory", workload.describe())
+    for name, fields in contenders:
+        seen = measure(workload=workload, slots=slots, **{**fields, "max_model_len": max_model_len})
+        cache = {"block_size": seen.block_size, "kv_bytes": seen.kv_bytes}
+        result.runs.append(Run(name, used_settings(EngineConfig(**fields)) | cache, metrics_of(seen)))
     return result
 
 
 def measure(
     milestone: str, workload: Workload, slots: int, max_model_len: int, block_size: int = 16, **overrides: Any
-) -> MemoryUse:
+) -> Observed:
     """Serve the requests in the memory of `slots` sequences of `max_model_len` tokens; loading does not count."""
-    blocks = {"num_kv_blocks": slots * max_model_len // block_size, "block_size": block_size}
-    cache = {"num_kv_blocks": slots} if PRESETS[milestone]["kv_cache"] == "slots" else blocks
+    cache = {"num_kv_blocks": slots * max_model_len // block_size, "block_size": block_size}
+    if PRESETS[milestone]["kv_cache"] == "slots":
+        cache = {"num_kv_blocks": slots}
     options = {"max_num_seqs": 256, "use_tqdm": False, **cache, **overrides}
     with running(EngineConfig(milestone=milestone, max_model_len=max_model_len, **options)) as engine:
         warm_up(engine, workload)
-        before = engine.stats()
-        seen = run_workload(engine, workload.for_vocabulary(engine.setup.vocab_size), look_every=1)
-        looks = seen.looks
-        return MemoryUse(
-            milestone=milestone,
-            block_size=engine.setup.block_size,
-            kv_bytes=before.kv_bytes_total,
-            seconds=seen.seconds,
-            cpu_seconds=seen.cpu_seconds,
-            output_tokens=seen.output_tokens,
-            steps=seen.steps,
-            preemptions=engine.stats().preemptions - before.preemptions,
-            mean_running=fmean(stats.running for stats in looks),
-            peak_running=max(stats.running for stats in looks),
-            mean_waste=fmean(stats.kv_waste for stats in looks),
-            mean_stored=fmean(stats.kv_bytes_used / stats.kv_bytes_total for stats in looks),
-        )
+        return run_workload(engine, workload.for_vocabulary(engine.setup.vocab_size), look_every=1)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -84,6 +85,7 @@ class Result:
     command: str = ""
     commit: str | None = None
     date: str = ""
+    format: int = FORMAT
 
     def describe_here(self) -> Result:
         """Fill in this machine, these versions, this command."""
@@ -94,50 +96,41 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write the file. Raises ValueError where it cannot be written; an older file then stays as it was."""
-        write_whole(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        text = msgspec.json.encode(self, enc_hook=lambda number: number.item())  # numpy's
+        write_whole(path, msgspec.json.format(text, indent=1) + b"\n")
 
 
 def load(path: Path) -> Result:
     """Read a file that `save` wrote. Raises ValueError if it is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8-sig"))
-        if record.pop("format") != FORMAT:
-            raise ValueError("another format")
-        return Result(**{**record, "runs": [_run(run) for run in record["runs"]]})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        result = msgspec.json.decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), type=Result)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of `folovllm bench`: {error}") from error
-
-
-def _run(record: dict[str, Any]) -> Run:
-    metrics = {name: Metric(**{**m, "spread": tuple(m["spread"])}) for name, m in record["metrics"].items()}
-    return Run(**{**record, "metrics": metrics})
+    if result.format != FORMAT:
+        raise ValueError(f"{path} has format {result.format}, and this reads format {FORMAT}: measure it anew")
+    return result
 
 
 def machine() -> dict[str, Any]:
     """Name the processor, how many cores we may use, and the GPU if there is one."""
     import torch
 
-    found = {"cpu": _cpu_name(), "cores": num_cores(), "torch_threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    return found
-
-
-def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    cpu = names[0] if names else platform.processor() or platform.machine()
+    found = {"cpu": cpu, "cores": num_cores(), "torch_threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return found
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package, and of the packages that decide about speed."""
     found = {"python": platform.python_version(), "folovllm": folovllm.__version__}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -147,10 +140,9 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
+    with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return None
 
 
 def show(result: Result, console: Console | None = None) -> None:

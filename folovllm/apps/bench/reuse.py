@@ -43,9 +43,6 @@ def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
     return [rng.randrange(engine.setup.vocab_size) for _ in range(count)]
 
 
-# --- times to the first token ---------------------------------------------------------------------------------------
-
-
 def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock = time.perf_counter) -> Result:
     """Serve two prompts that share `prefix` tokens, one after the other. Each repeat has tokens of its own."""
     rng, times = random.Random(0), []
@@ -73,9 +70,6 @@ def time_to_first_token(engine: LLMEngine, prompt: list[int], clock: Clock = tim
     return clock() - start
 
 
-# --- throughput -----------------------------------------------------------------------------------------------------
-
-
 def bench_sharing(
     contender: Contender,
     prefix: int,
@@ -91,23 +85,24 @@ def bench_sharing(
     seconds: dict[tuple[str, bool], list[float]] = {}
     found = list[float]()
     with engine_for(contender, prefix + TAIL + output_len, enable_prefix_caching=True) as engine:
-        loads = {name: workload(engine, prefix, count, output_len, name == "alike") for name in ("alike", "unlike")}
-        serve(engine, loads["unlike"], True, clock)  # warm-up
+        loads = {
+            f"{word} shared": workload(engine, prefix, count, output_len, word == "prefix")
+            for word in ("prefix", "nothing")
+        }
+        serve(engine, loads["nothing shared"], True, clock)  # warm-up
         for (name, load), caching in itertools.product(loads.items(), (False, True) * repeats):
             taken, hit_rate = serve(engine, load, caching, clock)
             seconds.setdefault((name, caching), []).append(taken)
-            if caching and name == "alike":
+            if caching and name == "prefix shared":
                 found.append(100 * hit_rate)
         config = used_settings(engine.setup.config)
-    runs = [
-        Run(word, config | {"enable_prefix_caching": caching}, {
-            label: Metric.of([loads[name].output_tokens / t for t in seconds[name, caching]], "tok/s")
-            for name, label in (("alike", "prefix shared"), ("unlike", "nothing shared"))
-        })
-        for word, caching in (("the cache off", False), ("the cache on", True))
-    ]  # fmt: skip
+    runs = []
+    for name, caching in (("the cache off", False), ("the cache on", True)):
+        rates = {word: [load.output_tokens / t for t in seconds[word, caching]] for word, load in loads.items()}
+        metrics = {word: Metric.of(rate, "tok/s") for word, rate in rates.items()}
+        runs.append(Run(name, config | {"enable_prefix_caching": caching}, metrics))
     runs[1].metrics["tokens found, prefix shared"] = Metric.of(found, "%")
-    return Result("reuse", loads["alike"].describe(), runs)
+    return Result("reuse", loads["prefix shared"].describe(), runs)
 
 
 def workload(engine: LLMEngine, prefix: int, count: int, output_len: int, shared: bool) -> Workload:
@@ -133,9 +128,6 @@ def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tup
     for part in parts:
         run_workload(engine, part)
     return clock() - start, engine.prefix_cache_stats().hit_rate if caching else 0.0
-
-
-# --- gaps between tokens --------------------------------------------------------------------------------------------
 
 
 def bench_gaps(
@@ -189,9 +181,6 @@ def watch_gaps(
     engine.abort_request("runs")
     finish(engine)
     return [b - a for a, b in itertools.pairwise(times)], ttft
-
-
-# --- all of it ------------------------------------------------------------------------------------------------------
 
 
 def bench_reuse(

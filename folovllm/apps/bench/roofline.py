@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +20,12 @@ from folovllm.apps.bench.workload import Workload
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.fusable import fusable
 from folovllm.layers.linear import LinearBase
+from folovllm.layers.state_layer import StateLayer
 from folovllm.models.model_config import num_experts_of, num_linear_of, windows_of
-from folovllm.models.shapes import Shapes, expert_shapes, linear_bytes, linear_shapes, state_layers, token_mixers
+from folovllm.models.registry import build_model
+
+if TYPE_CHECKING:
+    from folovllm.models.llama import LlamaForCausalLM
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,14 +70,43 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of the matrices in all decoder layers: how many, and their bytes, of quantized ones with their scales.
+
+    Attributes:
+        always, always_bytes: those that each token is multiplied by.
+        experts, expert_bytes: those of experts; 0 in a model without.
+    """
+
+    always: int
+    always_bytes: int
+    experts: int
+    expert_bytes: int
+
+    @classmethod
+    def of(cls, model: LlamaForCausalLM, dtype: torch.dtype) -> Weights:
+        """Those of a model, which needs no tensors."""
+        linears = [(name, m) for name, m in model.model.layers.named_modules() if isinstance(m, LinearBase)]
+        counts, sizes = Counter[bool](), Counter[bool]()
+        for name, linear in linears:
+            is_expert, outputs = "experts" in name.split("."), sum(linear.output_sizes)
+            counts[is_expert] += outputs * linear.input_size
+            sizes[is_expert] += fusable(linear.linear_method).num_bytes(outputs, linear.input_size, dtype)
+        return cls(counts[False], sizes[False], counts[True], sizes[True])
+
+
 def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> float:
     """Return the seconds that the workload takes at least."""
-    config, sizes, requests = setup.hf_config, MatrixSizes.of(setup), workload.requests
+    config, requests = setup.hf_config, workload.requests
+    model = build_model(config, setup.dtype, "meta", max_model_len=1)
+    weights = Weights.of(model, setup.dtype)
+    num_experts, asked = (num_experts_of(config), config.num_experts_per_tok) if num_experts_of(config) else (1, 0)
     steps = max(request.output_len for request in requests) - 1  # the first token comes from the prefill
     decodes = [sum(request.output_len > step + 1 for request in requests) for step in range(steps)]
-    weights = steps * (sizes.always_bytes + sizes.head * setup.dtype.itemsize)
-    expert = weight_bytes(setup, expert_shapes(config))
-    read = weights + expert * sum(experts_read(sizes, decoding) for decoding in decodes)
+    head = setup.vocab_size * config.hidden_size * setup.dtype.itemsize  # rows that are looked up cost nothing
+    read = steps * (weights.always_bytes + head)
+    read += weights.expert_bytes / num_experts * sum(experts_read(num_experts, asked, n) for n in decodes)
     kv_tokens = pairs = 0  # read by decodes, and products of prompts' queries and keys, over all layers with K/V
     windows, num_linear = Counter(windows_of(config)), num_linear_of(config)
     windows[None] -= num_linear
@@ -82,18 +115,13 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
         pairs += layers * sum(
             len(r.prompt) ** 2 - max(0, len(r.prompt) - (window or len(r.prompt))) ** 2 for r in requests
         )
-    keepers = state_layers(config, setup.dtype)
+    keepers = [module for module in model.modules() if isinstance(module, StateLayer)]
     states = 2 * sum(decodes) * sum(layer.state_bytes for layer in keepers)  # read and written
     decode = read + kv_tokens * (setup.kv_bytes_per_token // max(1, setup.num_layers - num_linear)) + states
     causal = 2 * pairs * setup.attention.num_heads * setup.attention.head_dim
-    products = 2 * (sizes.always + setup.num_layers * sizes.asked * sizes.expert) * workload.prompt_tokens
+    products = 2 * (weights.always + weights.experts * asked / num_experts) * workload.prompt_tokens
     updates = sum(layer.state_flops for layer in keepers) * workload.prompt_tokens
     return decode / rates.copy + (products + causal + updates) / rates.matmul
-
-
-def weight_bytes(setup: EngineSetup, shapes: Shapes) -> int:
-    """Bytes of such matrices in all layers, as they are kept: of codes, with their scales."""
-    return linear_bytes(setup.hf_config, setup.dtype, shapes)
 
 
 def tokens_read(prompt_len: int, output_len: int, window: int | None) -> int:
@@ -101,47 +129,9 @@ def tokens_read(prompt_len: int, output_len: int, window: int | None) -> int:
     return sum(min(n, window or n) for n in range(prompt_len + 1, prompt_len + output_len))
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixSizes:
-    """Numbers of weights in matrices; the embedding's rows that are looked up cost nothing.
-
-    Attributes:
-        always, always_bytes: of all layers, that each token is multiplied by. expert: of one expert in a layer, 0 without experts.
-        head: of the head. num_experts, asked: experts in a layer, and how many of them a token asks.
-    """
-
-    always: int
-    always_bytes: int
-    expert: int
-    head: int
-    num_experts: int
-    asked: int
-
-    @classmethod
-    def of(cls, setup: EngineSetup) -> MatrixSizes:
-        """Those of the whole model."""
-        config = setup.hf_config
-        mixers, shapes = token_mixers(config, setup.dtype), linear_shapes(config)
-        if mixers:  # each layer has its own
-            shapes = {name: shape for name, shape in shapes.items() if not name.startswith("self_attn.")}
-        linears = [module for mixer in mixers for module in mixer.modules() if isinstance(module, LinearBase)]
-        own = [(fusable(linear.linear_method), sum(linear.output_sizes), linear.input_size) for linear in linears]
-        always = setup.num_layers * sum(map(prod, shapes.values())) + sum(
-            outputs * inputs for _, outputs, inputs in own
-        )
-        num_bytes = weight_bytes(setup, shapes) + sum(
-            method.num_bytes(outputs, inputs, setup.dtype) for method, outputs, inputs in own
-        )
-        expert, num_experts = sum(map(prod, expert_shapes(config).values())), num_experts_of(config)
-        asked = config.num_experts_per_tok if num_experts else 0
-        return cls(always, num_bytes, expert, setup.vocab_size * config.hidden_size, num_experts, asked)
-
-
-def experts_read(sizes: MatrixSizes, num_tokens: int) -> float:
+def experts_read(num_experts: int, asked: int, num_tokens: int) -> float:
     """How many experts of a layer a step of that many tokens reads, on average, if each expert is as likely as another.
 
     One token reads k of E; n tokens miss an expert with probability (1 - k / E)^n.
     """
-    if not sizes.num_experts:
-        return 0.0
-    return sizes.num_experts * (1 - (1 - sizes.asked / sizes.num_experts) ** num_tokens)
+    return num_experts * (1 - (1 - asked / num_experts) ** num_tokens)

@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from folovllm.apps.bench.workload import Workload
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.engine.metrics import EngineStats, StepLog
+from folovllm.engine.metrics import EngineStats, StepLog, StepStats
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -46,16 +47,13 @@ def warm_up(engine: LLMEngine, workload: Workload) -> None:
     finish(engine)
 
 
-def empty_prefix_cache(engine: LLMEngine) -> None:
-    """Start cold: a repeat must not find what the pass before left."""
-    if engine.setup.config.enable_prefix_caching:
-        engine.reset_prefix_cache()
-
-
 @dataclass(slots=True)
 class Observed:
     """What one pass of a workload through an engine showed."""
 
+    milestone: str | None
+    block_size: int
+    kv_bytes: int  # of the whole cache
     seconds: float = 0.0
     cpu_seconds: float = 0.0  # of this process, all threads: what a busy machine does not disturb
     outputs: dict[str, RequestOutput] = field(default_factory=dict)  # of finished requests
@@ -66,14 +64,42 @@ class Observed:
     looks: list[EngineStats] = field(default_factory=list)  # at the cache, while a part of it was held
     longest_gap: float = 0.0  # seconds of the longest step that gave a running request its next token
     reused: int = 0  # prompt tokens that were found in the cache
+    preemptions: int = 0
     partial: bool = False
 
-    def count(self, output: RequestOutput) -> None:
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second, prefill included."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        """The same by the processor's time."""
+        return self.output_tokens / max(self.cpu_seconds, 1e-9)
+
+    @property
+    def mean_running(self) -> float:
+        """Sequences in flight, over the looks, which all count alike."""
+        return fmean(stats.running for stats in self.looks)
+
+    @property
+    def mean_waste(self) -> float:
+        """Share of the reserved bytes that hold no token, likewise."""
+        return fmean(stats.kv_waste for stats in self.looks)
+
+    def count_request(self, output: RequestOutput) -> None:
         """Add one request's tokens."""
         self.output_tokens += output.metrics.num_generated_tokens
         if output.metrics.num_generated_tokens:
             self.prompt_tokens += output.metrics.num_prompt_tokens
             self.reused += output.num_cached_tokens
+
+    def count_step(self, step: StepStats) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.batch += step.running
+        if step.num_decode_tokens:
+            self.longest_gap = max(self.longest_gap, step.seconds)
 
 
 def run_workload(
@@ -89,7 +115,9 @@ def run_workload(
             f"the workload's longest request has {workload.longest} tokens, and the context is "
             f"{engine.setup.max_model_len}: choose another workload or model, or raise max_model_len"
         )
-    seen, queue, log = Observed(), list(reversed(list(enumerate(workload.requests)))), StepLog()
+    before, config = engine.stats(), engine.setup.config
+    seen = Observed(config.milestone, engine.setup.block_size, before.kv_bytes_total)
+    queue, log = list(reversed(list(enumerate(workload.requests)))), StepLog()
     engine.subscribe(log)
     start, cpu_start = time.perf_counter(), time.process_time()
     while queue or engine.has_unfinished_requests():
@@ -104,20 +132,14 @@ def run_workload(
         if not engine.has_unfinished_requests():
             time.sleep(min(0.01, queue[-1][1].arrival - now))
             continue
-        _step(engine, seen, log, look_every)
+        seen.outputs |= {output.request_id: output for output in engine.step()}
+        for step in log.take():
+            if seen.steps % look_every == 0 and (stats := engine.stats()).kv_bytes_reserved:
+                seen.looks.append(stats)
+            seen.count_step(step)
     seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    seen.preemptions = engine.stats().preemptions - before.preemptions
     engine.unsubscribe(log)
     for index in range(len(workload.requests) - len(queue)):
-        seen.count(seen.outputs.get(str(index)) or engine.abort_request(str(index)))
+        seen.count_request(seen.outputs.get(str(index)) or engine.abort_request(str(index)))
     return seen
-
-
-def _step(engine: LLMEngine, seen: Observed, log: StepLog, look_every: int) -> None:
-    seen.outputs |= {output.request_id: output for output in engine.step()}
-    for step in log.take():
-        seen.batch += step.running
-        if step.num_decode_tokens:
-            seen.longest_gap = max(seen.longest_gap, step.seconds)
-        if seen.steps % look_every == 0 and (stats := engine.stats()).kv_bytes_reserved:
-            seen.looks.append(stats)
-        seen.steps += 1

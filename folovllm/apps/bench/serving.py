@@ -6,6 +6,7 @@ A server is one of our own for each preset, or one that runs already.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -14,7 +15,7 @@ import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,11 +47,8 @@ class Point:
 
 def arrivals(rate: float, count: int, seed: int = 0) -> list[float]:
     """Seconds at which requests come: a Poisson process, whose gaps are exponential; the first comes at once."""
-    rng, now, times = random.Random(seed), 0.0, list[float]()
-    for _ in range(count):
-        times.append(now)
-        now += rng.expovariate(rate)
-    return times
+    rng = random.Random(seed)
+    return list(itertools.accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
 async def drive(requests: list[BenchRequest], point: Point, ask: Ask) -> None:
@@ -59,22 +57,21 @@ async def drive(requests: list[BenchRequest], point: Point, ask: Ask) -> None:
     With a rate, a request does not wait for those before it: a server that is too slow sees its queue grow, as it would in
     life. Clients in a closed loop spare it that, each waits for its answer.
     """
-    loop = asyncio.get_running_loop()
+    loop, waiting = asyncio.get_running_loop(), iter(requests)
+
+    async def one_after_the_other() -> None:
+        for request in waiting:
+            await ask(request)
+
     async with asyncio.TaskGroup() as group:
         if point.rate is None:
-            waiting = iter(requests)
-
-            async def one_after_the_other() -> None:
-                for request in waiting:
-                    await ask(request)
-
             for _ in range(point.clients or 1):
                 group.create_task(one_after_the_other())
-        else:
-            start = loop.time()
-            for request, time in zip(requests, arrivals(point.rate, len(requests)), strict=True):
-                await asyncio.sleep(max(0.0, start + time - loop.time()))
-                group.create_task(ask(request))
+            return
+        start = loop.time()
+        for request, time in zip(requests, arrivals(point.rate, len(requests)), strict=True):
+            await asyncio.sleep(max(0.0, start + time - loop.time()))
+            group.create_task(ask(request))
 
 
 @dataclass(slots=True)
@@ -144,17 +141,6 @@ def flags_of(fields: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def own_server(fields: dict[str, Any], engine_process: bool | None) -> Iterator[str]:
-    """The address of a server with these settings, until the end of the block. Raises ValueError where it does not start."""
-    rest = dict(fields)
-    model = [rest.pop("model")] if rest.get("model") else []
-    command = [*python_command("folovllm", "serve"), *model, "--port", "0", "--served-model-name", "model"]
-    command += flags_of(rest | {"engine_process": engine_process})
-    with serving(command, env=dict(os.environ) | {"PYTHONPATH": import_path()}) as url:
-        yield url
-
-
-@contextmanager
 def serving(command: list[str], **options: Any) -> Iterator[str]:
     """The address that `folovllm serve`, run by this command, prints; at the end of the block the server ends.
 
@@ -163,10 +149,12 @@ def serving(command: list[str], **options: Any) -> Iterator[str]:
     Raises:
         ValueError: it does not start; the sentence has the end of its log.
     """
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, **options
-        )
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -182,8 +170,14 @@ def serving(command: list[str], **options: Any) -> Iterator[str]:
                 process.wait(END)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-            process.stdout.close()
+
+
+def own_server(fields: dict[str, Any], engine_process: bool | None) -> AbstractContextManager[str]:
+    """The address of a server with these settings, until the end of the block. Raises ValueError where it does not start."""
+    flags = flags_of(fields | {"model": None, "engine_process": engine_process})
+    model = [fields["model"]] if fields.get("model") else []
+    command = python_command("folovllm", "serve", *model, "--port", "0", "--served-model-name", "model", *flags)
+    return serving(command, env=os.environ | {"PYTHONPATH": import_path()})
 
 
 @dataclass(slots=True)
@@ -205,37 +199,35 @@ class Sweep:
         return self._run([(model, {"url": url}, nullcontext(url))], model, api_key)
 
     def _run(self, targets: Any, model: str = "model", api_key: str | None = None) -> tuple[Result, bool]:
+        """Warm each server up, then one load after the other. Raises ValueError if a server answers none of the first requests."""
         result = Result("serve", self.workload.describe())
         try:
             for name, shown, address in targets:
                 with address as url:
-                    for load in self._loads(name, Server(url, model, api_key)):
-                        settings = shown | {"rate": load.point.rate, "clients": load.point.clients}
-                        result.runs.append(Run(f"{name} at {load.point}", settings, load.metrics()))
+                    server = Server(url, model, api_key)
+                    first = self._load(server, Point(clients=1), 1, f"{name}, warm-up", WARM_UP)
+                    if not first.answered:
+                        raise ValueError(f"{name} answered nothing: {first.first_error}")
+                    for number, point in enumerate(self.points, 2):
+                        load = self._load(server, point, number, f"{name} at {point}")
+                        settings = shown | {"rate": point.rate, "clients": point.clients}
+                        result.runs.append(Run(f"{name} at {point}", settings, load.metrics()))
         except KeyboardInterrupt:  # the loads before this one count
             return result, False
         return result, True
 
-    def _loads(self, name: str, server: Server) -> Iterator[Load]:
-        """Warm the server up, then a load for each point. Raises ValueError if it answers none of the first requests."""
-        first = Load(Point(clients=1))
-        self._drive(server, first, shifted(self.workload, 1, VOCABULARY)[:WARM_UP], f"{name}, warm-up")
-        if not first.answered:
-            raise ValueError(f"{name} answered nothing: {first.first_error}")
-        for number, point in enumerate(self.points, 2):
-            load = Load(point)
-            self._drive(server, load, shifted(self.workload, number, VOCABULARY), f"{name} at {point}")
-            yield load
-
-    def _drive(self, server: Server, load: Load, requests: list[BenchRequest], title: str) -> None:
+    def _load(self, server: Server, point: Point, number: int, title: str, count: int | None = None) -> Load:
+        """Send the first `count` requests with tokens that no load of another number has."""
+        load, requests = Load(point), shifted(self.workload, number, VOCABULARY)[:count]
         with tqdm(total=len(requests), desc=title, leave=False, dynamic_ncols=True) as bar:
 
             async def ask(request: BenchRequest) -> None:
                 await server.ask(request, self.workload.temperature, load.replies)
                 bar.update()
 
-            async def all_of_it() -> None:
+            async def ask_all() -> None:
                 load.begin = asyncio.get_running_loop().time()
-                await drive(requests, load.point, ask)
+                await drive(requests, point, ask)
 
-            asyncio.run(all_of_it())
+            asyncio.run(ask_all())
+        return load

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
 from folovllm.apps.bench.contenders import Contender, used_settings
 from folovllm.apps.bench.report import Metric, Result, Run, latencies
 from folovllm.apps.bench.roofline import measure_rates, roofline_seconds
-from folovllm.apps.bench.serve import Observed, empty_prefix_cache, run_workload, running, warm_up
+from folovllm.apps.bench.serve import Observed, run_workload, running, warm_up
 from folovllm.apps.bench.workload import load_workload
 from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import use_threads
@@ -33,9 +32,9 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
         return Metric.of([value(one) for one in passes], unit, higher_is_better)
 
     metrics = {
-        "output tokens": over(lambda p: p.output_tokens / p.seconds, "tok/s"),
+        "output tokens": over(lambda p: p.tokens_per_second, "tok/s"),
         "prompt and output tokens": over(lambda p: (p.prompt_tokens + p.output_tokens) / p.seconds, "tok/s"),
-        PER_CPU_SECOND: over(lambda p: p.output_tokens / max(p.cpu_seconds, 1e-9), "tok/s"),
+        PER_CPU_SECOND: over(lambda p: p.tokens_per_cpu_second, "tok/s"),
         "time": over(lambda p: p.seconds, "s", False),
         "time on the CPU": over(lambda p: p.cpu_seconds, "s", False),
         "requests finished": over(lambda p: len(p.outputs)),
@@ -49,7 +48,7 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
     metrics["steps"] = over(lambda p: p.steps, "", False)
     metrics["sequences a step"] = over(lambda p: p.batch / max(1, p.steps))
     if all(p.looks for p in passes):
-        metrics[WASTE] = over(lambda p: 100 * statistics.fmean(stats.kv_waste for stats in p.looks), "%", False)
+        metrics[WASTE] = over(lambda p: 100 * p.mean_waste, "%", False)
     if bound is not None and not any(p.partial for p in passes):
         metrics[ROOFLINE] = over(lambda p: 100 * bound / p.seconds, "%")
     return metrics
@@ -74,22 +73,22 @@ def bench_throughput(
     rates = measure_rates(setup.device, setup.dtype)  # before an engine takes the memory
     result = Result("throughput", workload.describe())
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
-    first: Answers | None = None
+    first: Answers = {}
     for name, config in configs:
-        start = time.perf_counter()
+        start, passes = time.perf_counter(), []
         with running(config) as engine:
             start_up = time.perf_counter() - start  # weights, cache, compiled kernels, captured graphs
             warm_up(engine, workload)
-            passes = []
             for _ in range(repeats):
-                empty_prefix_cache(engine)
+                if engine.setup.config.enable_prefix_caching:
+                    engine.reset_prefix_cache()
                 passes.append(run_workload(engine, workload, limit))
             metrics = metrics_of(passes, roofline_seconds(workload, engine.setup, rates))
         metrics["start-up"] = Metric.of([start_up], "s", False)
         answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}
-        if first is not None and workload.temperature == 0:
+        if workload.temperature == 0 and result.runs:
             metrics |= _agreement(first, answers)
-        first = answers if first is None else first
+        first = first if result.runs else answers
         result.runs.append(Run(name, used_settings(config), metrics, any(p.partial for p in passes)))
     return result
 

@@ -101,7 +101,9 @@ class Done(ev.Tagged, frozen=True):
 
 
 Line = Texts | Turn | Done
-encode = msgspec.json.Encoder(enc_hook=lambda numbers: numbers.tolist()).encode  # numpy's, which a learner may hand in
+encode_lines = msgspec.json.Encoder(
+    enc_hook=lambda numbers: numbers.tolist()
+).encode_lines  # numpy's, which a learner may hand in
 
 
 class LineWriter:
@@ -114,21 +116,23 @@ class LineWriter:
         self._known: set[int] = set()  # token ids whose texts are written
         self._drafts: dict[int, TokenIds] = {}  # by seq_id: the newest step's, which are known when they are verified
 
-    def lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[bytes]:
+    def turn(self, events: SequenceOf[ev.Event], time: float) -> bytes:
         """The lines of one batch. A `Snapshot` gives a header before it, and all texts anew: a reader may join there."""
+        lines: list[Any] = []
         if isinstance(events[0], ev.Snapshot):
             self._known.clear()
-            yield encode(self._header)
+            lines.append(self._header)
         entries = [entry for event in events for entry in (*scores_of(event), self._entry(event))]
         if new := {token for entry in entries for token in tokens_of_entry(entry)} - self._known:
             self._known |= new
-            yield encode(Texts(self._texts.of(new)))
-        yield encode(Turn(self.num_turns, time, entries))
+            lines.append(Texts(self._texts.of(new)))
+        lines.append(Turn(self.num_turns, time, entries))
         self.num_turns += 1
+        return encode_lines(lines)
 
     def done(self, how: str, time: float) -> bytes:
         """The last line."""
-        return encode(Done(self.num_turns, time, how))
+        return encode_lines([Done(self.num_turns, time, how)])
 
     def _entry(self, event: ev.Event) -> Any:
         """The event as it is written."""
@@ -214,8 +218,3 @@ class TokenTexts:
             return data.decode()
         except UnicodeDecodeError:
             return list(data)
-
-
-def as_file(lines: Iterable[bytes]) -> bytes:
-    """Lines as they stand in a file."""
-    return b"".join(line + b"\n" for line in lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 MOST_UNREAD = 8 << 20  # bytes that wait for one subscriber
@@ -22,32 +21,25 @@ class Subscriber:
         self.joins = True  # until a beginning comes
         self.is_lost = self.is_over = False
         self.changed = asyncio.Event()
-        self._unread: deque[bytes] = deque()
-        self._size = 0
-
-    @property
-    def has_unread(self) -> bool:
-        """Whether `read` would return something."""
-        return bool(self._unread)
+        self.unread = bytearray()
 
     def put(self, piece: bytes) -> None:
         """Keep a piece for the stream, if it can do anything with it."""
         if self.is_lost or self.joins != is_beginning(piece):
             return
         self.joins = False
-        self._unread.append(piece)
-        self._size += len(piece)
-        if self._size > MOST_UNREAD and len(self._unread) > 1:  # a beginning alone is as long as it must be
-            self._unread.clear()
-            self._size, self.is_lost = 0, True
+        if self.unread and len(self.unread) + len(piece) > MOST_UNREAD:  # a beginning alone is as long as it must be
+            self.unread.clear()
+            self.is_lost = True
+        else:
+            self.unread += piece
         self.changed.set()
 
     def read(self) -> bytes:
         """What came since the last time."""
         self.changed.clear()
-        data = b"".join(self._unread)
-        self._unread.clear()
-        self._size = 0
+        data = bytes(self.unread)
+        self.unread.clear()
         return data
 
 
@@ -93,7 +85,7 @@ class Subscribers:
 
     async def events(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
         """Server-sent events for a subscriber."""
-        while not subscriber.is_over or subscriber.has_unread:
+        while not subscriber.is_over or subscriber.unread:
             try:
                 async with asyncio.timeout(KEEP_ALIVE):
                     await subscriber.changed.wait()

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from folovllm.apps.inspector.lines import FORMAT, VERSION, LineWriter, TokenTexts, as_file
+from folovllm.apps.inspector.lines import FORMAT, VERSION, LineWriter, TokenTexts
 from folovllm.engine.events import Event
-from folovllm.layers.state_layer import num_snapshots
-from folovllm.models.shapes import state_layers
+from folovllm.layers.state_layer import StateLayer, num_snapshots
+from folovllm.models.model_config import num_linear_of
+from folovllm.models.registry import build_model
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
@@ -75,7 +76,7 @@ class Recorder:
         self._queue.put(None)
         self._thread.join()
         if self._error is None:
-            self._write(as_file([self._lines.done(how, now)]))
+            self._write(self._lines.done(how, now))
         else:
             raise self._error
 
@@ -83,7 +84,7 @@ class Recorder:
         while (batch := self._queue.get()) is not None:
             if self._error is None:
                 try:
-                    self._write(as_file(self._lines.lines(*batch)))
+                    self._write(self._lines.turn(*batch))
                 except Exception as error:  # of a full disk, say: the engine goes on
                     self._error = error
             self._queue.task_done()
@@ -115,41 +116,36 @@ def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[
         recorder.close()
 
 
+CONFIGURED = (
+    "model",
+    "milestone",
+    "kv_cache",
+    "scheduling",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "async_scheduling",
+)
+RESOLVED = "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"
+
+
 def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, Any]:
     """The first line of a recording."""
     setup, config = engine.setup, engine.setup.config
-    num_kv_blocks = engine.executor.num_kv_blocks
-    described = {
-        "model": config.model,
-        "milestone": config.milestone,
-        "kv_cache": config.kv_cache,
-        "block_size": setup.block_size,
-        "num_kv_blocks": num_kv_blocks,
-        "max_num_seqs": setup.max_num_seqs,
-        "max_num_batched_tokens": setup.max_num_batched_tokens,
-        "max_model_len": setup.max_model_len,
-        "scheduling": config.scheduling,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "enable_chunked_prefill": config.enable_chunked_prefill,
-        "async_scheduling": config.async_scheduling,
+    described = {name: getattr(config, name) for name in CONFIGURED} | {name: getattr(setup, name) for name in RESOLVED}
+    described |= {
+        "num_kv_blocks": engine.executor.num_kv_blocks,
         "attention_backend": setup.backend,
         "device": setup.device.type,
         "graph_widths": list(getattr(engine.executor, "graph_widths", ())),  # where steps are packed
         "mine": bool(os.environ.get("FOLOVLLM_MINE")),
     }
-    if layers := state_layers(setup.hf_config, setup.dtype):
+    if num_linear_of(setup.hf_config):
+        model = build_model(setup.hf_config, setup.dtype, "meta", max_model_len=1)
+        layers = [module for module in model.modules() if isinstance(module, StateLayer)]
         state_bytes = sum(layer.state_bytes for layer in layers) // config.tensor_parallel_size
-        described |= {
-            "state_tokens": state_bytes // max(1, setup.kv_bytes_per_token),
-            "num_snapshots": num_snapshots(setup),
-        }
+        described["state_tokens"] = state_bytes // max(1, setup.kv_bytes_per_token)
+        described["num_snapshots"] = num_snapshots(setup)
     if "kv_offload" in config.extras:
         described["kv_offload"] = True
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "holds_prompts": True,
-        "title": title,
-        "started": started,
-        "engine": described,
-    }
+    about = {"holds_prompts": True, "title": title, "started": started, "engine": described}
+    return {"format": FORMAT, "version": VERSION} | about

@@ -23,15 +23,7 @@ class Engine(msgspec.Struct):
     block_size: Size
 
 
-class Header(msgspec.Struct):
-    """The first line, as far as it is checked. More fields may come."""
-
-    format: str
-    version: int
-    engine: Any = None
-
-
-_header, _line = msgspec.json.Decoder(Header), msgspec.json.Decoder[Line](Line)
+_line = msgspec.json.Decoder[Line](Line)
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,30 +92,31 @@ def _require_blocks(entries: list[Entry], num_blocks: int, where: str) -> None:
             case ev.TableFreed():
                 named += [block_id for block_id, _ in entry.blocks]
             case ev.Snapshot():
-                named += [block.block_id for block in entry.blocks]
-                named += [entry.num_blocks] * (entry.num_blocks != num_blocks)
+                named += [entry.num_blocks] * (entry.num_blocks != num_blocks) + [
+                    block.block_id for block in entry.blocks
+                ]
                 named += [block_id for seq in entry.sequences for block_id in seq.block_table if block_id >= 0]
             case StepBegan():
                 named += [block_id for each in entry.scheduled_seqs for block_id in each.new_blocks if block_id >= 0]
             case _:
-                named += [block_id] if (block_id := getattr(entry, "block_id", None)) is not None else []
+                named += [entry.block_id] if hasattr(entry, "block_id") else []
     if wrong := [block_id for block_id in named if not 0 <= block_id < num_blocks]:
         raise ValueError(f"{where}: block {min(wrong)} of {num_blocks} does not exist")
 
 
 def _checked_header(first: str, name: str) -> dict[str, Any]:
     try:
-        header = _header.decode(first)
+        header = msgspec.json.decode(first, type=dict[str, Any])
     except DAMAGED:
-        header = None
-    if header is None or header.format != FORMAT:
+        header = {}
+    if header.get("format") != FORMAT:
         raise ValueError(f"{name} is no recording: `folovllm generate ... --record FILE` writes one")
-    if header.version != VERSION:
+    if (version := header.get("version")) != VERSION:
         raise ValueError(
-            f"{name} is a recording of version {header.version}, and this reads version {VERSION}: record it anew"
+            f"{name} is a recording of version {version}, and this reads version {VERSION}: record it anew"
         )
     try:
-        msgspec.convert(header.engine, Engine)
+        msgspec.convert(header.get("engine"), Engine)
     except msgspec.ValidationError as error:
         raise ValueError(f"{name} does not describe its engine in its first line: {in_one_line(error)}") from error
-    return dict(msgspec.json.decode(first))
+    return header
