@@ -196,7 +196,7 @@ class TestDownload:
     def test_interrupted_it_leaves_nothing_and_starts_over(
         self, without_pip: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def interrupt(gguf_file: Path, out: Path, in_codes: bool) -> None:
+        def interrupt(gguf_file: Path, out: Path, keep_quantized: bool) -> None:
             out.mkdir()
             raise KeyboardInterrupt
 
@@ -231,9 +231,9 @@ class TestDownload:
         """While a small file is written, and while the weights are."""
         convert = smollm2.convert
 
-        def on_a_small_disk(gguf_file: Path, out: Path, in_codes: bool) -> None:
+        def on_a_small_disk(gguf_file: Path, out: Path, keep_quantized: bool) -> None:
             with no_file_beyond(room):
-                convert(gguf_file, out, in_codes)
+                convert(gguf_file, out, keep_quantized)
 
         monkeypatch.setattr(smollm2, "convert", on_a_small_disk)
         with pytest.raises(ValueError, match=r"cannot write smollm2 to .*large.*FOLOVLLM_CACHE names another folder"):

