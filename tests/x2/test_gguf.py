@@ -15,10 +15,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScaling
 
 from folovllm import EngineConfig
 from folovllm.apps.cli import main
-from folovllm.electives.quantization.gguf_weights import TYPES
+from folovllm.electives.quantization import int4
 from folovllm.electives.quantization.gguf_file import convert
 from folovllm.electives.quantization.gguf_reader import read_gguf
-from folovllm.electives.quantization.int4 import Grouped
+from folovllm.electives.quantization.gguf_weights import TYPES
+from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.files import resolve_model
@@ -45,7 +46,8 @@ def test_blocks_are_what_their_library_says(kind: str) -> None:
     expected = torch.tensor(dequantize(raw.reshape(3, -1), GGMLQuantizationType[kind]))
     parts = TYPES[kind].split(torch.tensor(raw))
     if "words" in parts:
-        got = Grouped(parts["words"], parts["scales"], parts.get("zeros")).dequantized(torch.float32)
+        weight = QuantizedWeight(parts["words"], parts["scales"], 1, 32, parts.get("zeros"))
+        got = int4.dequantized(weight, torch.float32)
     else:
         scales = parts["weight_scale"]
         got = parts["weight"].float() * scales.repeat_interleave(expected.shape[1] // scales.shape[1], 1)

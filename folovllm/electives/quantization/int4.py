@@ -51,14 +51,13 @@ class Int4(QuantizedLinearMethod):
     def create(self, layer: LinearBase) -> None:
         """Make words, float32 scales, and zeros."""
         super().create(layer)
-        outputs, groups = sum(layer.output_sizes), layer.input_size // self.group_size_of(layer.input_size)
+        outputs, size = sum(layer.output_sizes), self.group_size_of(layer.input_size)
         words = torch.empty(outputs, layer.input_size // packing.PER_WORD, dtype=torch.int32)
-        kept = Grouped(words, torch.empty(outputs, groups, dtype=torch.float32))
-        layer.grouped = kept  # type: ignore[assignment]  # torch keeps what is no tensor as it is
-        if self.with_zeros:
-            kept.zeros = torch.empty(outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8)
-        if self.order_name:
-            kept.order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
+        scales = torch.empty(outputs, layer.input_size // size, dtype=torch.float32)
+        zeros = torch.empty_like(scales, dtype=torch.float32 if self.with_minimum else torch.uint8)
+        order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
+        weight = QuantizedWeight(words, scales, 1, size, zeros if self.with_zeros else None)
+        layer.int4 = Int4Weight(weight, order if self.order_name else None)  # type: ignore[assignment]  # no tensor
 
     def group_size_of(self, inputs: int) -> int:
         """Return how many inputs share a scale. Raises ValueError where these do not fill a row, or the kernel's reads."""
@@ -72,10 +71,14 @@ class Int4(QuantizedLinearMethod):
 
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Return the rows of each part."""
-        kept = grouped_of(layer)
-        sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
-        places = {name: torch.split(tensor, sizes) for name, tensor in tensors if tensor is not None}
-        return places | ({} if self.order_name is None or kept.order is None else {self.order_name: tuple(kept.order)})
+        weight, order = self.weight_of(layer), int4_of(layer).order
+        tensors = zip(self.names, (weight.weight, weight.scale, weight.zeros), strict=True)
+        views: dict[str, Sequence[torch.Tensor]] = {
+            name: torch.split(tensor, layer.output_sizes) for name, tensor in tensors if tensor is not None
+        }
+        if self.order_name is not None and order is not None:
+            views[self.order_name] = tuple(order)
+        return views
 
     def stored(self, kind: str) -> tuple[str, ...]:
         """Words and zeros are int32, all else floats."""
@@ -191,17 +194,13 @@ class Int4Weight:
         """Sort the inputs by group. Before, `order` [parts, inputs] is the group of each; afterwards it is the order, or None.
 
         Raises:
-            ValueError: parts of a merged layer differ, or groups have different sizes; `name` is that of the tensor.
+            ValueError: parts of a merged layer differ; `name` is that of the tensor.
         """
         assert self.order is not None and self.weight is not None
-        size, order = self.weight.columns, self.order[0].argsort(stable=True)
-        by_group = torch.arange(len(order), device=order.device) // size
-        if (self.order[:, order] != by_group).any():
-            raise ValueError(
-                f"{name} does not put {size} inputs into each group, the same for all parts of a merged layer: "
-                "such checkpoints are not supported"
-            )
-        words = packing.pack_planes(codes_of(self.weight)[:, order], size)
+        if (self.order != self.order[0]).any():
+            raise ValueError(f"{name} differs between layers that are merged here, which is not supported")
+        order = self.order[0].argsort(stable=True)
+        words = packing.pack_planes(codes_of(self.weight)[:, order], self.weight.columns)
         self.weight = replace(self.weight, weight=words)
         self.order = None if (order[1:] > order[:-1]).all() else order
 

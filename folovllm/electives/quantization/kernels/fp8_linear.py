@@ -76,7 +76,7 @@ def fp8_linear_kernel(
     store_sum(acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS, SPLIT, RESIDUAL)
 
 
-def tile_for(num_tokens: int, rows: int, width: int, group: int, fetched: bool) -> dict[str, int]:
+def kernel_config(num_tokens: int, rows: int, width: int, group: int, fetched: bool) -> dict[str, int]:
     """Return tokens, outputs and inputs of a program's tile, its warps, how many tiles are on their way, and programs that a
     multiprocessor should have.
 
@@ -104,7 +104,7 @@ def fp8_linear(
     `residual` [T, outputs] is added. Sums of a tile of inputs are the tensor cores', those of tiles are float32.
     """
     num_tokens, (rows, width), fetched = len(out), weight.weight.shape, capability_of(codes.device) >= 90
-    tile = tile_for(num_tokens, rows, width, weight.columns, fetched)
+    tile = kernel_config(num_tokens, rows, width, weight.columns, fetched)
     row_tiles, programs = triton.cdiv(rows, tile["BN"]), tile.pop("per_sm") * num_sms(codes.device)
     most = max(1, width // (2 * tile["BK"]))
     parts = num_parts(row_tiles * token_tiles(num_tokens, tile["BM"]), programs, most)

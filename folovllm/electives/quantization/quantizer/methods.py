@@ -20,7 +20,10 @@ BITS = 4
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
 NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
-LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # a layer, and whose outputs it reads
+LINEARS = {
+    "self_attn.o_proj": "self_attn.v_proj",
+    "mlp.down_proj": "mlp.up_proj",
+}  # a layer, and whose outputs it reads
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
 
 
