@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from folovllm.apps.cli import main
 from folovllm.electives.quantization import smollm2
-from folovllm.electives.quantization.gguf_file import BLOCK_NAMES, becoming
+from folovllm.electives.quantization.gguf_file import BLOCK_NAMES, atomic_folder
 from tests.helpers import no_file_beyond
 
 HEADS, KV_HEADS, HIDDEN = 4, 2, 32
@@ -249,7 +249,7 @@ class TestDownload:
         assert (old.exists(), running.exists()) == (False, True)
 
     def test_of_two_at_a_time_the_first_wins(self, tmp_path: Path) -> None:
-        with becoming(tmp_path / "theirs", "cannot write") as work:
+        with atomic_folder(tmp_path / "theirs", "cannot write") as work:
             for folder, text in ((work / "model", "mine"), (tmp_path / "theirs", "theirs")):
                 folder.mkdir()
                 (folder / "config.json").write_text(text)

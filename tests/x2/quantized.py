@@ -220,6 +220,14 @@ ALIGNED = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 32,
 FP8_WIDE = (quantize_8(E4M3, "weight_scale_inv", (16, 16)), {"quant_method": "fp8", "weight_block_size": [16, 16]})
 
 
+def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
+    """`x` [T, K] rounded to codes of E4M3, in its own dtype; the largest of a row, or of each `group`, is exact."""
+    parts = x.float().unflatten(1, (-1, group or x.shape[1]))
+    largest = parts.abs().amax(-1, keepdim=True)
+    scale, factor = (torch.where(largest > 0, y, 1.0) for y in (largest / 448, 448 / largest))
+    return ((parts * factor).to(E4M3).float() * scale).flatten(1).to(x.dtype)
+
+
 SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
 
 

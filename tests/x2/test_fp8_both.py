@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from folovllm.electives.quantization.config import REQUESTED
-from folovllm.electives.quantization.fp8 import Fp8, rounded
+from folovllm.electives.quantization.fp8 import Fp8
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.workloads import make_engine
-from tests.x2.quantized import ALIGNED, compressed, quantize_8, write_quantized
+from tests.x2.quantized import ALIGNED, compressed, quantize_8, rounded, write_quantized
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [16, 8], "modules_to_not_convert": ["lm_head"]}

@@ -46,7 +46,7 @@ def stack_of(linear_method: LinearMethod, n: int, k: int, num_experts: int) -> E
     for kind, views in stack.weight_views().items():
         for view in views:
             if "scale" in kind:
-                spread = 4.6 if isinstance(linear_method, Int4) else linear_method.spread
+                spread = 4.6 if isinstance(linear_method, Int4) else linear_method.random_std
                 view.copy_((torch.rand(view.shape, generator=generator, device=DEVICE) + 0.5) / spread / k**0.5)
             elif kind == "zeros":
                 view.random_(0, 16, generator=generator) if view.dtype == torch.uint8 else view.fill_(-0.5 / k**0.5)

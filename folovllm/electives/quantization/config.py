@@ -50,7 +50,7 @@ def read_fp8(quant_config: QuantConfig) -> LinearMethodOf:
         online=bool(quant_config.get(ONLINE)), activations=quant_config.get("activation_scheme", "dynamic"),
     )  # fmt: skip
     unquantized = [*(quant_config.get("modules_to_not_convert") or []), *(quant_config.get("ignored_layers") or [])]
-    return lambda name: None if is_named(name, unquantized) else linear_method
+    return lambda name: None if matches_any(name, unquantized) else linear_method
 
 
 def read_gptq(quant_config: QuantConfig) -> LinearMethodOf:
@@ -60,12 +60,12 @@ def read_gptq(quant_config: QuantConfig) -> LinearMethodOf:
         raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
     if odd := [name for name in ("dynamic", "lm_head") if quant_config.get(name)]:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
-    size = group_size_4("gptq", quant_config.get("bits"), quant_config)
+    size = int4_group_size("gptq", quant_config.get("bits"), quant_config)
     layout_class = (
         SortedGptq if quant_config.get("desc_act") and size else Gptq
     )  # where a row is one group, no order matters
     linear_method = layout_class(size, one_less=layout == "gptq")
-    return lambda name: None if is_named(name, ROUTERS) else linear_method
+    return lambda name: None if matches_any(name, ROUTERS) else linear_method
 
 
 def read_awq(quant_config: QuantConfig) -> LinearMethodOf:
@@ -73,12 +73,12 @@ def read_awq(quant_config: QuantConfig) -> LinearMethodOf:
     version = str(quant_config.get("version", "gemm")).lower()
     if version != "gemm" or not quant_config.get("zero_point", True):
         raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
-    linear_method = Awq(group_size_4("awq", quant_config.get("bits", quant_config.get("w_bit")), quant_config))
+    linear_method = Awq(int4_group_size("awq", quant_config.get("bits", quant_config.get("w_bit")), quant_config))
     unquantized = [*(quant_config.get("modules_to_not_convert") or []), *ROUTERS]
-    return lambda name: None if is_named(name, unquantized) else linear_method
+    return lambda name: None if matches_any(name, unquantized) else linear_method
 
 
-def group_size_4(method: str, bits: int | None, quant_config: QuantConfig) -> int | None:
+def int4_group_size(method: str, bits: int | None, quant_config: QuantConfig) -> int | None:
     """Return the size of groups of 4-bit weights; None where a row is one. Raises ValueError for other bits."""
     if bits != 4:
         raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
@@ -97,7 +97,7 @@ def read_compressed_tensors(quant_config: QuantConfig) -> LinearMethodOf:
     groups = [
         (
             group["targets"],
-            linear_method_of_scheme(
+            method_of_scheme(
                 {**group["weights"], INPUTS: group.get(INPUTS)}, group.get("format") or quant_config.get("format")
             ),
         )
@@ -106,15 +106,15 @@ def read_compressed_tensors(quant_config: QuantConfig) -> LinearMethodOf:
     ]
 
     def linear_method_of(name: str) -> LinearMethod | None:
-        if is_named(name, quant_config.get("ignore") or []):
+        if matches_any(name, quant_config.get("ignore") or []):
             return None
-        found = (method for targets, method in groups if "Linear" in targets or is_named(name, targets))
+        found = (method for targets, method in groups if "Linear" in targets or matches_any(name, targets))
         return next(found, None)
 
     return linear_method_of
 
 
-def linear_method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
+def method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
     """Return the linear method of a scheme of weights. `packing` is how the checkpoint stores them."""
     kind = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}"
     if make := SCHEMES.get((kind, str(packing))):
@@ -139,7 +139,7 @@ def block_of(scheme: Scheme) -> tuple[int, int] | None:
             raise ValueError(f"weights quantized by compressed-tensors with strategy {other!r} are not supported")
 
 
-def packed_int4(scheme: Scheme) -> LinearMethod:
+def int4_method(scheme: Scheme) -> LinearMethod:
     """Return the linear method of int4 weights. With actorder "group" the inputs of a group lie anywhere, which is not supported."""
     if scheme.get("actorder") in ("group", True):
         raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
@@ -149,7 +149,7 @@ def packed_int4(scheme: Scheme) -> LinearMethod:
     return PackedInt4(group_size, with_zeros=not scheme.get("symmetric", True))
 
 
-def fp8_of(scheme: Scheme) -> LinearMethod:
+def fp8_method(scheme: Scheme) -> LinearMethod:
     """Return the linear method of weights in FP8. Inputs of 8 bits have scales by token or group, or the checkpoint's own."""
     inputs = scheme[INPUTS]
     activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
@@ -158,9 +158,9 @@ def fp8_of(scheme: Scheme) -> LinearMethod:
 
 # By type and bits, and how they are written down.
 SCHEMES: dict[tuple[str, str], Callable[[Scheme], LinearMethod]] = {
-    ("float8", "float-quantized"): fp8_of,
-    ("float8", "naive-quantized"): fp8_of,
-    ("int4", "pack-quantized"): packed_int4,
+    ("float8", "float-quantized"): fp8_method,
+    ("float8", "naive-quantized"): fp8_method,
+    ("int4", "pack-quantized"): int4_method,
     ("int8", "int-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
     ("int8", "naive-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
     ("int8", "pack-quantized"): lambda scheme: PackedInt8("weight_scale", block_of(scheme)),
@@ -193,8 +193,8 @@ REQUESTED: dict[
 }
 
 
-def is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a layer is one of these, or lies within one: by a part of its name, or a regular expression behind "re:"."""
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a layer's name has one of these as a part, of full words, or matches a regular expression behind "re:"."""
     return any(
         re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
         for pattern in patterns
@@ -207,7 +207,7 @@ def quant_config_of(hf_config: PretrainedConfig) -> QuantConfig | None:
     return quant_config if quant_config is None or isinstance(quant_config, Mapping) else quant_config.to_dict()
 
 
-def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
+def checkpoint_name(name: str, renamed: Mapping[str, str]) -> str:
     """Return the checkpoint's name of one of our layers."""
     name += "."
     for theirs, ours in renamed.items():
@@ -255,7 +255,7 @@ class CheckpointQuantization(Quantization):
 
         def linear_method_of(name: str) -> LinearMethod | None:
             with reading("the quantization_config in config.json"):  # its patterns are compiled only now
-                found = checkpoint_method_of(as_in_checkpoint(name, renamed))
+                found = checkpoint_method_of(checkpoint_name(name, renamed))
             if isinstance(found, Fp8) and not quant_config.get(ACTIVATIONS, True):
                 return replace(found, activations=None)
             return found

@@ -52,7 +52,7 @@ class Fp8(Scaled):
 
     codes = torch.float8_e4m3fn
     code_names = ("F8_E4M3",)
-    spread = 64.0
+    random_std = 64.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,11 +185,3 @@ class Fp8(Scaled):
             return super().product(layer, x, residual)
         y = self.multiply(layer, self.round(layer, x), residual)
         return y if layer.bias is None else y.add_(layer.bias)
-
-
-def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
-    """Return `x` [T, K] rounded to codes of E4M3, in its own dtype; the largest of a row, or of each `group`, is exact."""
-    parts = x.float().unflatten(1, (-1, group or x.shape[1]))
-    largest = parts.abs().amax(-1, keepdim=True)
-    scale, factor = (torch.where(largest > 0, y, 1.0) for y in (largest / LARGEST, LARGEST / largest))
-    return ((parts * factor).to(torch.float8_e4m3fn).float() * scale).flatten(1).to(x.dtype)

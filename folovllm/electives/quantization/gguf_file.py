@@ -40,7 +40,7 @@ def gguf_dir(file: Path) -> Path:
     stat = file.stat()
     target = cache_dir() / "gguf" / f"{file.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
     if not is_complete(target):
-        with becoming(target, f"cannot convert {file} into {target.parent}") as work:
+        with atomic_folder(target, f"cannot convert {file} into {target.parent}") as work:
             convert(file, work / "model", keep_quantized=True)
     return target
 
@@ -51,8 +51,8 @@ def is_complete(folder: Path) -> bool:
 
 
 @contextmanager
-def becoming(target: Path, failure: str, hint: str = "") -> Iterator[Path]:
-    """Give a folder to work in, whose `model` is renamed to `target` at the end of the block; so `target` is always complete.
+def atomic_folder(target: Path, failure: str, hint: str = "") -> Iterator[Path]:
+    """Yield a temporary folder, whose `model` is renamed to `target` at the end of the block; so `target` is always complete.
 
     Of two processes the quicker one wins. What a killed one left is removed a day later.
 

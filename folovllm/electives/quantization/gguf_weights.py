@@ -27,8 +27,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Type:
-    """A type of blocks: its linear method here, and how blocks [outputs, blocks, bytes] become that method's tensors."""
+class BlockType:
+    """A type of blocks: the linear method for it, and what turns blocks [outputs, blocks, bytes] into that method's tensors."""
 
     linear_method: LinearMethod
     split: Callable[[torch.Tensor], Tensors]
@@ -36,12 +36,16 @@ class Type:
 
 def q4_0(blocks: torch.Tensor) -> Tensors:
     """32 inputs: a scale, and codes of which 8 is zero."""
-    return {"words": words_of(blocks[..., 2:]), "scales": halves(blocks[..., :2])}
+    return {"words": pack_nibbles(blocks[..., 2:]), "scales": as_float16(blocks[..., :2])}
 
 
 def q4_1(blocks: torch.Tensor) -> Tensors:
     """32 inputs: a scale, a minimum, codes."""
-    return {"words": words_of(blocks[..., 4:]), "scales": halves(blocks[..., :2]), "zeros": halves(blocks[..., 2:4])}
+    return {
+        "words": pack_nibbles(blocks[..., 4:]),
+        "scales": as_float16(blocks[..., :2]),
+        "zeros": as_float16(blocks[..., 2:4]),
+    }
 
 
 def q4_k(blocks: torch.Tensor) -> Tensors:
@@ -50,16 +54,16 @@ def q4_k(blocks: torch.Tensor) -> Tensors:
     scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), -1)
     minimums = torch.cat((middle & 63, high >> 4 | (middle >> 2 & 48)), -1)
     return {
-        "words": words_of(blocks[..., 16:].unflatten(-1, (4, 32))),
-        "scales": (halves(blocks[..., :2])[..., None].float() * scales).flatten(1),
-        "zeros": (-halves(blocks[..., 2:4])[..., None].float() * minimums).flatten(1),
+        "words": pack_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))),
+        "scales": (as_float16(blocks[..., :2])[..., None].float() * scales).flatten(1),
+        "zeros": (-as_float16(blocks[..., 2:4])[..., None].float() * minimums).flatten(1),
     }
 
 
 def q8_0(blocks: torch.Tensor) -> Tensors:
     """32 inputs: a scale, codes with a sign."""
     codes = blocks[..., 2:].contiguous().view(torch.int8)
-    return {"weight": codes.flatten(1), "weight_scale": halves(blocks[..., :2]).float()}
+    return {"weight": codes.flatten(1), "weight_scale": as_float16(blocks[..., :2]).float()}
 
 
 def q6_k(blocks: torch.Tensor) -> Tensors:
@@ -72,27 +76,27 @@ def q6_k(blocks: torch.Tensor) -> Tensors:
     fours = torch.stack((low & 15, low >> 4), -2).unflatten(-1, (2, 32)).flatten(-3, -2)  # [..., 2, 4, 32]
     twos = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], -2)
     codes = (fours | twos << 4).to(torch.int8) - 32
-    scale = halves(blocks[..., 208:])[..., None].float() * scales.contiguous().view(torch.int8)
+    scale = as_float16(blocks[..., 208:])[..., None].float() * scales.contiguous().view(torch.int8)
     return {"weight": codes.flatten(1), "weight_scale": scale.flatten(1)}
 
 
-def halves(pairs: torch.Tensor) -> torch.Tensor:
-    """Return pairs of bytes [..., 2] as the float16 that they are, [...]."""
+def as_float16(pairs: torch.Tensor) -> torch.Tensor:
+    """Return float16 numbers [...] that are stored as pairs of bytes [..., 2]."""
     return pairs.contiguous().view(torch.float16)[..., 0]
 
 
-def words_of(pairs: torch.Tensor) -> torch.Tensor:
+def pack_nibbles(pairs: torch.Tensor) -> torch.Tensor:
     """Return packed words of bytes [outputs, ..., n] with two codes each: all lower halves come before all upper ones."""
     codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(1)
     return packing.pack_planes(codes, 32)
 
 
-TYPES: dict[str, Type] = {
-    "Q4_0": Type(Int4(32), q4_0),
-    "Q4_1": Type(Int4(32, with_zeros=True, with_minimum=True), q4_1),
-    "Q4_K": Type(Int4(32, with_zeros=True, with_minimum=True), q4_k),
-    "Q8_0": Type(Int8("weight_scale", (1, 32)), q8_0),
-    "Q6_K": Type(Int8("weight_scale", (1, 16)), q6_k),
+TYPES: dict[str, BlockType] = {
+    "Q4_0": BlockType(Int4(32), q4_0),
+    "Q4_1": BlockType(Int4(32, with_zeros=True, with_minimum=True), q4_1),
+    "Q4_K": BlockType(Int4(32, with_zeros=True, with_minimum=True), q4_k),
+    "Q8_0": BlockType(Int8("weight_scale", (1, 32)), q8_0),
+    "Q6_K": BlockType(Int8("weight_scale", (1, 16)), q6_k),
 }
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that are one here
 

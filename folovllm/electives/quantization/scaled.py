@@ -43,7 +43,7 @@ class Scaled(QuantizedLinearMethod):
 
     codes: ClassVar[torch.dtype]
     code_names: ClassVar[tuple[str, ...]]  # the dtype as safetensors call it
-    spread: ClassVar[float]  # standard deviation of made-up codes
+    random_std: ClassVar[float]  # standard deviation of made-up codes
     # Activations stay as they are, and codes of which zero is zero need none to be named.
     ignores: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "weight_zero_point")
 
@@ -90,11 +90,11 @@ class Scaled(QuantizedLinearMethod):
         return tensor[:, None] if len(tensor.shape) == 1 else tensor
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Make up codes with a standard deviation of `spread`, and scales that bring it to 0.02."""
+        """Make up codes with a standard deviation of `random_std`, and scales that bring it to 0.02."""
         if kind == self.scale_name:
-            tensor.fill_(0.02 / self.spread)
+            tensor.fill_(0.02 / self.random_std)
         elif kind == "weight":
-            drawn = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, self.spread, generator=generator)
+            drawn = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, self.random_std, generator=generator)
             tensor.copy_(drawn.clamp_(-127, 127))
         else:
             super().fill(kind, tensor, generator)
@@ -167,7 +167,7 @@ class Int8(Scaled):
 
     codes = torch.int8
     code_names = ("I8",)
-    spread = 32.0
+    random_std = 32.0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ largest are exact; what is smaller is off by 2^-21 of the largest at most.
 
 That is the largest of what one warp has in a part: 384 inputs (4 bits) or 640 (8 bits) at most. If it is an outlier, the
 others are less exact: at 2^-14 of it a number is off by twice what bfloat16 has rounded it by, at 2^-16 by eight times.
-That shows where the outlier's weight is zero. But a quantiser has rounded that weight, by up to half a code; and all those
+That shows where the outlier's weight is zero. But a quantizer has rounded that weight, by up to half a code; and all those
 inputs together, with the largest codes and every error of one sign, are off by 640 * 128 * 2^-21 = 0.04 of a code times the
 outlier.
 """

@@ -136,13 +136,13 @@ class OneLayer:
         self.routers = [name for name in linears if name.rpartition(".")[2] in ROUTERS]
         self.linears = {name: m for name, m in linears.items() if name not in self.routers}
         self.parts: dict[str, Tensors] = {}
-        for name, linear in self.linears.items():
+        views = self.tensors()
+        for name in self.linears:
             parent, _, leaf = name.rpartition(".")
-            leaves = model.packed_modules_mapping.get(leaf, [leaf])
-            rows = linear.weight.data.split(linear.output_sizes)
-            self.parts[name] = {f"{parent}.{part}": view for part, view in zip(leaves, rows, strict=True)}
+            parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
+            self.parts[name] = {part: views[f"{part}.weight"] for part in parts}
         found = {*self.routers, *(part for parts in self.parts.values() for part in parts)}
-        for name, view in self.tensors().items():
+        for name, view in views.items():
             if view.dim() > 1 and name.removesuffix(".weight") not in found:
                 raise ValueError(
                     f"{name} is in no linear layer: a model that has such weights cannot be quantized here"
@@ -150,13 +150,11 @@ class OneLayer:
         attend_within(self.module, length)
 
     def load(self, tensors: Tensors) -> None:
-        """Fill the layer. Raises ValueError if a tensor is missing, left over or of another shape."""
+        """Fill the layer with tensors that `Checkpoint.check` has seen. Raises ValueError if one is not finite."""
         left = dict(self._destinations)
         for name, tensor in tensors.items():
-            if not weight_loader_of(f"{PREFIX}0.{name}"):  # is copied from folder to folder
+            if name in left:  # scales of a KV cache are not
                 copy_weight(name, tensor, left)
-        if left:
-            raise ValueError(f"the checkpoint lacks {', '.join(sorted(left))} in one of its layers")
 
     def tensors(self) -> Tensors:
         """Return what the layer holds now, by the checkpoint's names: views."""

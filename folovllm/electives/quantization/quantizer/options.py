@@ -1,4 +1,4 @@
-"""`QuantizeOptions`: how a model is quantised."""
+"""`QuantizeOptions`: how a model is quantized."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONLY = {  # what belongs to some formats alone
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class QuantizeOptions:
-    """What decides the codes; each field is a flag of `folovllm quantize`.
+    """How a model is quantized; each field is a flag of `folovllm quantize`.
 
     Attributes:
         format: gptq, awq, fp8 or int8.

@@ -36,7 +36,7 @@ OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
 
 
 @dataclass(slots=True)
-class Streams:
+class HiddenStates:
     """Hidden states between two layers, [n, length, H] each.
 
     `calibration` comes from layers that are quantized already, as the next layer will see it. The text that measures goes
@@ -49,7 +49,7 @@ class Streams:
 
 
 def quantize_layers(
-    checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, streams: Streams, use_tqdm: bool
+    checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, states: HiddenStates, use_tqdm: bool
 ) -> None:
     """Quantize all layers into `folder`, and carry the hidden states through them."""
     num_layers = folder.num_files - 1
@@ -57,13 +57,13 @@ def quantize_layers(
         for index in layers:
             source = checkpoint.layer(index)
             layer.load(source)
-            streams.before = layer.run(streams.before)
-            inputs = layer.inputs(streams.calibration) if method.options.is_calibrated else None
+            states.before = layer.run(states.before)
+            inputs = layer.inputs(states.calibration) if method.options.is_calibrated else None
             tensors = quantize_layer(method, layer, source, inputs)
             folder.write({f"{PREFIX}{index}.{name}": tensor for name, tensor in tensors.items()})
-            streams.after = layer.run(streams.after)
+            states.after = layer.run(states.after)
             if method.options.is_calibrated:
-                streams.calibration = layer.run(streams.calibration)
+                states.calibration = layer.run(states.calibration)
 
 
 def quantize_layer(method: Method, layer: OneLayer, source: Tensors, inputs: dict[str, Inputs] | None) -> Tensors:
@@ -89,21 +89,21 @@ def quantize_layer(method: Method, layer: OneLayer, source: Tensors, inputs: dic
     return tensors
 
 
-def measure(rest: Tensors, hf_config: Any, streams: Streams, ids: torch.Tensor) -> Quality:
-    """Compare both models at the end of the stack: last norm, head, and the loss on `ids` [n, length]."""
-    like = streams.before
+def measure(rest: Tensors, hf_config: Any, states: HiddenStates, ids: torch.Tensor) -> Quality:
+    """Return the quality of both models on the text `ids` [n, length], from their last hidden states."""
+    like = states.before
     norm, head = rest[NORM].to(like), rest[EMBEDDING if hf_config.tie_word_embeddings else HEAD].to(like)
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.rms_norm(x, x.shape[-1:], norm, hf_config.rms_norm_eps), head)
 
-    pieces = zip(streams.before.split(1), streams.after.split(1), ids.split(1), strict=True)
+    pieces = zip(states.before.split(1), states.after.split(1), ids.split(1), strict=True)
     return compare((logits(before), logits(after), some) for before, after, some in pieces)
 
 
 @dataclass(slots=True, frozen=True)
 class Report:
-    """What came out. Bytes are those of all tensors; `quality` is None where no text was given."""
+    """The result of `quantize`. Bytes are those of all files of weights; `quality` is None where no text was given."""
 
     folder: Path
     bytes_before: int
@@ -127,7 +127,7 @@ def quantize(
         device: as `LLM` takes it.
 
     Raises:
-        ValueError: something cannot be had (a sentence says what), or `out` is not empty or cannot be written.
+        ValueError: the model, the text or the device is not available or not supported; `out` is not empty or cannot be written.
     """
     path = resolve_model(model)
     hf_config = load_hf_config(path, EngineConfig(model=model))
@@ -140,14 +140,14 @@ def quantize(
     folder = OutputFolder(out, hf_config.num_hidden_layers + 1)  # the last file has what is in no layer
     embedding = checkpoint.rest()[EMBEDDING]
     calibrating, measuring = (embedding[ids].float().to(on) for ids in rows)
-    streams = Streams(calibrating, measuring, measuring)
+    states = HiddenStates(calibrating, measuring, measuring)
     layer = OneLayer(hf_config, on, options.length)
     routers = [f"{PREFIX}{i}.{router}" for i in range(hf_config.num_hidden_layers) for router in layer.routers]
     method = method_for(options, embedding.dtype, routers)
-    quantize_layers(checkpoint, layer, method, folder, streams, use_tqdm)
+    quantize_layers(checkpoint, layer, method, folder, states, use_tqdm)
     rest = checkpoint.rest()
     folder.write(rest)
-    quality = measure(rest, hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
+    quality = measure(rest, hf_config, states, rows[1].to(on)) if len(rows[1]) else None
     folder.finish(path, method.config())
     return Report(out, checkpoint.num_bytes, folder.num_bytes, quality)
 
