@@ -178,7 +178,7 @@ class Int4(QuantizedLinearMethod):
 
 @dataclass(slots=True)
 class Int4Weight:
-    """What a layer keeps of W.
+    """The 4-bit weight that a layer keeps, in one layout for all checkpoints.
 
     Attributes:
         weight: as kernels read it. None where `library` has it.
