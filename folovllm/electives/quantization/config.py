@@ -116,13 +116,28 @@ def read_compressed_tensors(quant_config: QuantConfig) -> LinearMethodOf:
 
 def method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
     """Return the linear method of a scheme of weights. `packing` is how the checkpoint stores them."""
-    kind = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}"
-    if make := SCHEMES.get((kind, str(packing))):
-        if scheme.get("symmetric", True) or kind == "int4":
-            return make(scheme)
-        kind = f"asymmetric {kind}"
-    known = ", ".join(f"{kind} {packing}" for kind, packing in SCHEMES)
-    raise ValueError(f"weights quantized by compressed-tensors as {kind} {packing} are not supported: known is {known}")
+    kind, is_symmetric = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}", scheme.get("symmetric", True)
+    match kind, packing:
+        case "float8", "float-quantized" | "naive-quantized" if is_symmetric:
+            inputs = scheme[INPUTS]  # of 8 bits: with scales by token or group, or the checkpoint's own
+            activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
+            return Fp8("weight_scale", block_of(scheme), activations=activations)
+        case "int8", "int-quantized" | "naive-quantized" if is_symmetric:
+            return Int8("weight_scale", block_of(scheme))
+        case "int8", "pack-quantized" if is_symmetric:
+            return PackedInt8("weight_scale", block_of(scheme))
+        case "int4", "pack-quantized":
+            if scheme.get("actorder") in ("group", True):  # the inputs of a group lie anywhere
+                raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
+            if (strategy := scheme.get("strategy")) not in ("group", "channel"):
+                raise ValueError(
+                    f"int4 weights with strategy {strategy!r} are not supported: 'group' and 'channel' are"
+                )
+            return PackedInt4(scheme["group_size"] if strategy == "group" else None, with_zeros=not is_symmetric)
+    raise ValueError(
+        f"weights quantized by compressed-tensors as {'' if is_symmetric else 'asymmetric '}{kind} {packing} are not supported: "
+        "known are symmetric float8 and int8, float-, int-, naive- or pack-quantized, and int4 pack-quantized"
+    )
 
 
 def block_of(scheme: Scheme) -> tuple[int, int] | None:
@@ -137,34 +152,6 @@ def block_of(scheme: Scheme) -> tuple[int, int] | None:
             return 1, scheme["group_size"]
         case other:
             raise ValueError(f"weights quantized by compressed-tensors with strategy {other!r} are not supported")
-
-
-def int4_method(scheme: Scheme) -> LinearMethod:
-    """Return the linear method of int4 weights. With actorder "group" the inputs of a group lie anywhere, which is not supported."""
-    if scheme.get("actorder") in ("group", True):
-        raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
-    if (strategy := scheme.get("strategy")) not in ("group", "channel"):
-        raise ValueError(f"int4 weights with strategy {strategy!r} are not supported: 'group' and 'channel' are")
-    group_size = scheme["group_size"] if strategy == "group" else None
-    return PackedInt4(group_size, with_zeros=not scheme.get("symmetric", True))
-
-
-def fp8_method(scheme: Scheme) -> LinearMethod:
-    """Return the linear method of weights in FP8. Inputs of 8 bits have scales by token or group, or the checkpoint's own."""
-    inputs = scheme[INPUTS]
-    activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
-    return Fp8("weight_scale", block_of(scheme), activations=activations)
-
-
-# By type and bits, and how they are written down.
-SCHEMES: dict[tuple[str, str], Callable[[Scheme], LinearMethod]] = {
-    ("float8", "float-quantized"): fp8_method,
-    ("float8", "naive-quantized"): fp8_method,
-    ("int4", "pack-quantized"): int4_method,
-    ("int8", "int-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
-    ("int8", "naive-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
-    ("int8", "pack-quantized"): lambda scheme: PackedInt8("weight_scale", block_of(scheme)),
-}
 
 
 READERS: dict[str, Callable[[QuantConfig], LinearMethodOf]] = {  # by `quant_method`
