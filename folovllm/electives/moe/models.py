@@ -38,10 +38,15 @@ def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
 def check_experts(config: PretrainedConfig) -> None:
     """Raise ValueError, which names the field, if a token cannot be routed to as many experts as the configuration says."""
     count, top_k = num_experts_of(config), getattr(config, "num_experts_per_tok", None)
+    field = "num_experts" if getattr(config, "num_experts", None) is not None else "num_local_experts"
     if not 1 <= count <= MOST_EXPERTS:
-        raise ValueError(f"the model's configuration says {count} experts, and must say 1 to {MOST_EXPERTS:,}")
+        raise ValueError(
+            f"{field} is {count} in the model's configuration, and must be at least 1, at most {MOST_EXPERTS:,}"
+        )
     if not isinstance(top_k, int) or not 1 <= top_k <= count:
-        raise ValueError(f"num_experts_per_tok is {top_k!r} in the model's configuration, and must be 1 to {count}")
+        raise ValueError(
+            f"num_experts_per_tok is {top_k!r} in the model's configuration, and must be between 1 and {field}, {count}"
+        )
 
 
 class MoeForCausalLM(LlamaForCausalLM):

@@ -120,7 +120,7 @@ def grouped_linear(
 
 
 def kernel_config(each: int, dtype: torch.dtype, gated: bool, capability: int) -> tuple[int, int, int, int, int]:
-    """Tile of pairs, of outputs and along K, warps, stages. By the pairs that an expert has when all have the same number.
+    """Return tiles of pairs, of outputs and along K, warps, stages, by the pairs of an expert (`each`) if all have as many.
 
     Weights should be read once, so a tile holds the pairs of most experts: up to two or three square roots more than
     `each`. A gated product keeps two sums, so its tiles are half as wide where registers are short.

@@ -132,7 +132,7 @@ def fp8_product(
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product [num_tokens, outputs] in `dtype`; added to `residual`, which may be written over, where there is one.
+    """Return the product [num_tokens, outputs] in `dtype`; added to `residual`, which may be written over, where there is one.
 
     For many tokens it is the library's, whose own sums of FP8 (`use_fast_accum`) keep fewer bits than float32: the product is
     off by 0.2 to 0.3% instead of 0.17%, which is what rounding it to bfloat16 costs, and takes 0.8 of the time.
@@ -149,7 +149,7 @@ def fp8_product(
 
 
 def is_supported(weight: QuantizedWeight) -> bool:
-    """Whether the library multiplies such weights by activations in FP8.
+    """Return whether the library multiplies such weights by activations in FP8.
 
     Blocks only on Hopper and from CUDA 12.9 on; it reads their scales in fours along the inputs.
     """

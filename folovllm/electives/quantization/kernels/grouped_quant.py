@@ -92,8 +92,7 @@ def grouped_quant(
 def kernel_config(
     each: int, k: int, group: int, kind: str, dtype: torch.dtype, gated: bool, capability: int
 ) -> dict[str, int]:
-    """Tiles of pairs, of outputs and of inputs; warps and stages. By the pairs `each` expert has when all have the same
-    number.
+    """Return tiles of pairs, of outputs and of inputs, warps and stages, by the pairs of an expert (`each`) if all have as many.
 
     A tile of 8 bits lies within a group, for the sums of a group take its scale; one of words has at least the 16 that the
     tensor cores take at a time. A gated product keeps two sums, so its tiles are half as wide, and more so where both

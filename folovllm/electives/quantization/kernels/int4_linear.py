@@ -185,7 +185,7 @@ MANY_ROWS = 4096
 
 
 def kernel_config(num_tokens: int, num_rows: int, width: int, gated: bool) -> tuple[int, int, int]:
-    """(warps, outputs, quads of a row that are read at a time) of a program.
+    """Return (warps, outputs, quads of a row that are read at a time) of a program.
 
     Eight lines share each piece of `x`; fewer where eight would leave too few programs, or too few registers to the sums
     of more tokens. As many warps share the lines as REGISTERS asks for, and each thread reads a quad at a time.

@@ -310,7 +310,7 @@ def can_handle(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
 
 
 def kernel_config(lines: int, width: int, kind: str, num_sms: int) -> dict[str, int]:
-    """SPLITS (which are warps) and TIMES of a program, and the most registers of a thread (`maxnreg`).
+    """Return SPLITS (which are warps) and TIMES of a program, and the most registers of a thread (`maxnreg`).
 
     All programs should be on the card's multiprocessors (`num_sms` of them) at once: those for which there is no room at
     first take as long again. What they need is registers, for the words and `x` of their tiles.

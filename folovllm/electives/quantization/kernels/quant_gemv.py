@@ -139,7 +139,7 @@ MOST_BYTES = 320  # of a row, in a part of a warp, where `x` stays in registers
 
 
 def kernel_config(num_tokens: int, rows: int, row_bytes: int, group_bytes: int, halves: bool) -> dict[str, int]:
-    """PARTS, SPLITS (which are warps), WORDS, TIMES and HALVES of a program, for rows of so many bytes, and groups that share a scale.
+    """Return PARTS, SPLITS (which are warps), WORDS, TIMES and HALVES of a program, for rows of so many bytes, and groups that share a scale.
 
     As many parts as leave a column to each token, but four rows. As many warps as REGISTERS asks for; two at least where
     the sums of four tokens take registers too. If `x` becomes float16, each part of a warp has up to MOST_BYTES; and so that

@@ -6,12 +6,9 @@ from dataclasses import dataclass, fields
 
 FORMATS = ("gptq", "awq", "fp8", "int8")
 CALIBRATED = ("gptq", "awq")  # these look at inputs
-ONLY = {  # what belongs to some formats alone
-    "group_size": ("gptq", "awq"),
-    "asymmetric": ("gptq",),
-    "act_order": ("gptq",),
-    "nearest": ("gptq",),
-    "damping": ("gptq",),
+ONLY: dict[str, tuple[str, ...]] = {  # what belongs to some formats alone
+    "group_size": CALIBRATED,
+    **dict.fromkeys(("asymmetric", "act_order", "nearest", "damping"), ("gptq",)),
     "no_clip": ("awq",),
 }
 

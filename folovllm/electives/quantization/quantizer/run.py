@@ -138,14 +138,13 @@ def quantize(
         empty = build_model(hf_config, torch.float32, "meta", options.length)
     checkpoint.check(empty)
     folder = OutputFolder(out, hf_config.num_hidden_layers + 1)  # the last file has what is in no layer
-    embedding = checkpoint.rest()[EMBEDDING]
-    calibrating, measuring = (embedding[ids].float().to(on) for ids in rows)
+    rest = checkpoint.rest()
+    calibrating, measuring = (rest[EMBEDDING][ids].float().to(on) for ids in rows)
     states = HiddenStates(calibrating, measuring, measuring)
     layer = OneLayer(hf_config, on, options.length)
     routers = [f"{PREFIX}{i}.{router}" for i in range(hf_config.num_hidden_layers) for router in layer.routers]
-    method = method_for(options, embedding.dtype, routers)
+    method = method_for(options, rest[EMBEDDING].dtype, routers)
     quantize_layers(checkpoint, layer, method, folder, states, use_tqdm)
-    rest = checkpoint.rest()
     folder.write(rest)
     quality = measure(rest, hf_config, states, rows[1].to(on)) if len(rows[1]) else None
     folder.finish(path, method.config())
