@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from folovllm.apps.cli import main
 from folovllm.electives.quantization import smollm2
-from folovllm.electives.quantization.gguf_file import BLOCK_NAMES, becoming
+from folovllm.electives.quantization.gguf_file import BLOCK_NAMES, atomic_folder
 from tests.helpers import no_file_beyond
 
 HEADS, KV_HEADS, HIDDEN = 4, 2, 32
@@ -196,7 +196,7 @@ class TestDownload:
     def test_interrupted_it_leaves_nothing_and_starts_over(
         self, without_pip: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def interrupt(gguf_file: Path, out: Path, in_codes: bool) -> None:
+        def interrupt(gguf_file: Path, out: Path, keep_quantized: bool) -> None:
             out.mkdir()
             raise KeyboardInterrupt
 
@@ -231,9 +231,9 @@ class TestDownload:
         """While a small file is written, and while the weights are."""
         convert = smollm2.convert
 
-        def on_a_small_disk(gguf_file: Path, out: Path, in_codes: bool) -> None:
+        def on_a_small_disk(gguf_file: Path, out: Path, keep_quantized: bool) -> None:
             with no_file_beyond(room):
-                convert(gguf_file, out, in_codes)
+                convert(gguf_file, out, keep_quantized)
 
         monkeypatch.setattr(smollm2, "convert", on_a_small_disk)
         with pytest.raises(ValueError, match=r"cannot write smollm2 to .*large.*FOLOVLLM_CACHE names another folder"):
@@ -249,7 +249,7 @@ class TestDownload:
         assert (old.exists(), running.exists()) == (False, True)
 
     def test_of_two_at_a_time_the_first_wins(self, tmp_path: Path) -> None:
-        with becoming(tmp_path / "theirs", "cannot write") as work:
+        with atomic_folder(tmp_path / "theirs", "cannot write") as work:
             for folder, text in ((work / "model", "mine"), (tmp_path / "theirs", "theirs")):
                 folder.mkdir()
                 (folder / "config.json").write_text(text)

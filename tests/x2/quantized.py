@@ -220,6 +220,39 @@ ALIGNED = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 32,
 FP8_WIDE = (quantize_8(E4M3, "weight_scale_inv", (16, 16)), {"quant_method": "fp8", "weight_block_size": [16, 16]})
 
 
+def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
+    """`x` [T, K] rounded to codes of E4M3, in its own dtype; the largest of a row, or of each `group`, is exact."""
+    parts = x.float().unflatten(1, (-1, group or x.shape[1]))
+    largest = parts.abs().amax(-1, keepdim=True)
+    scale, factor = (torch.where(largest > 0, y, 1.0) for y in (largest / 448, 448 / largest))
+    return ((parts * factor).to(E4M3).float() * scale).flatten(1).to(x.dtype)
+
+
+SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
+
+
+def as_gptqmodel_reads(t: Tensors) -> torch.Tensor:
+    """It adds 1 to all eight zeros of a word at once, so none may be 15 as it is stored."""
+    codes = ((t["qweight"][:, None] >> SHIFTS[None, :, None]) & 15).flatten(0, 1)  # [inputs, outputs]
+    zeros = (((t["qzeros"] + 0x11111111)[..., None] >> SHIFTS) & 15).flatten(1)  # [groups, outputs]
+    group = t["g_idx"].long()
+    return (t["scales"].float()[group] * (codes - zeros[group])).t()
+
+
+def as_autoawq_reads(t: Tensors) -> torch.Tensor:
+    places = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of the codes of eight neighbouring outputs
+    codes, zeros = (((t[name][..., None] >> SHIFTS) & 15)[..., places].flatten(1) for name in ("qweight", "qzeros"))
+    return ((codes - zeros.repeat_interleave(32, 0)) * t["scales"].float().repeat_interleave(32, 0)).t()
+
+
+def as_other_readers(t: Tensors) -> torch.Tensor:
+    """The weights that a quantizer's tensors stand for, as other programs read them; groups are of 32."""
+    if "qweight" in t:
+        return as_gptqmodel_reads(t) if "g_idx" in t else as_autoawq_reads(t)
+    codes = t["weight"].float() if "weight" in t else t["weight_packed"].view(torch.uint8).float() - 128
+    return codes * t["weight_scale"].float()
+
+
 def tiny() -> Path:
     """Projections of 64 to 128 inputs, in groups of 32."""
     return tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=96)

@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_refused_before_any_work(damage: str, tmp_path: 
     model = changed(tmp_path / "model", change, tie_word_embeddings=damage != "a head that is not tied")
     with pytest.raises(ValueError, match=says):
         to_int8(model, tmp_path)
-    assert not (tmp_path / "out").exists(), "nothing is written for a model that cannot be quantised"
+    assert not (tmp_path / "out").exists(), "nothing is written for a model that cannot be quantized"
 
 
 def test_a_configuration_of_no_model(tmp_path: Path) -> None:

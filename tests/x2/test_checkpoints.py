@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
-from folovllm.electives.quantization import int4, scaled
+from folovllm.electives.quantization import linear_method
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_native_model
@@ -53,7 +55,7 @@ def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, tm
     if kind in BYTE_KINDS:
         assert {linear.weight.dtype for linear in linears} <= {E4M3, torch.int8}, "codes stay codes"
     else:
-        assert linears and all(linear.grouped.scales.dtype == torch.float16 for linear in linears)
+        assert linears and all(linear.int4.weight.scale.dtype == torch.float16 for linear in linears)
         assert not any("weight" in dict(linear.named_parameters()) for linear in linears), "codes stay codes"
 
 
@@ -73,8 +75,7 @@ def test_the_fused_layers_of_m6_over_kernels(
     from folovllm.electives.quantization.kernels import int4_linear, quant_gemv, quant_matmul
     from folovllm.models.fused_layer import skinny_layers
 
-    for module in (scaled, int4):
-        monkeypatch.setattr(module, "on_gpu", lambda x: True)
+    monkeypatch.setattr(linear_method, "on_gpu", lambda x: True)
     monkeypatch.setattr(quant_matmul, "MANY", 6)
     monkeypatch.setattr(quant_matmul, "MANY_IN_SHORT_GROUPS", 6)
     used: list[str] = []
@@ -136,6 +137,43 @@ def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path)
     coded, _ = write_quantized(model, tmp_path, *(FP8_WIDE if kind == "fp8 wide" else KINDS[kind]))
     tokens = prompts([12])[0]
     assert_logits_equal(Driver(coded).step({0: tokens})[0], hf_logits(coded, tokens))
+
+
+def with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.index_fill(0, torch.tensor([1]), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "damage", "says"),
+    [
+        ("gptq", "scales", None, "lacks .*NAME"),
+        ("gptq", "qzeros", None, "lacks .*NAME"),
+        ("gptq", "scales", with_nan, "NAME' holds NaN"),
+        ("gptq", "scales", lambda t: t[:1], r"NAME' has shape \[64, 1\], the model expects \[64, 3\]"),
+        ("gptq", "qweight", lambda t: t[:-1], "NAME: weights of 4 bits in groups of 32 of 88 inputs"),
+        ("gptq", "qzeros", lambda t: t.float(), "NAME' is stored as float32"),
+        ("gptq sorted", "g_idx", lambda t: t + 100, "NAME: it does not put 32 inputs into each group"),
+        ("awq", "scales", lambda t: t.flatten(), "NAME: .* must have two dimensions"),
+        ("packed", "weight_scale", with_nan, "NAME' holds NaN"),
+        ("packed symmetric", "weight_packed", lambda t: t[:, :-4], "NAME' has shape"),
+        ("fp8 blocks", "weight_scale_inv", lambda t: t[:-1], r"NAME' has shape \[4, 10\], the model expects \[5, 10\]"),
+        ("fp8 blocks", "weight_scale_inv", with_nan, "NAME' holds NaN"),
+        ("fp8 tensor", "weight_scale", lambda t: t.repeat(2), r"NAME' has shape \[2, 1\]"),
+        ("int8 channel", "weight_scale", None, "lacks .*NAME"),
+        ("int8 packed", "weight_packed", lambda t: t.flatten(), "NAME' has shape"),
+    ],
+)
+def test_a_bad_tensor_is_named(
+    kind: str, name: str, damage: Callable[[torch.Tensor], torch.Tensor] | None, says: str, tmp_path: Path
+) -> None:
+    coded, _ = write_quantized(source(kind, num_hidden_layers=1), tmp_path, *KINDS[kind])
+    tensors, full = load_file(coded / "model.safetensors"), f"model.layers.0.mlp.down_proj.{name}"
+    good = tensors.pop(full)
+    if damage is not None:
+        tensors[full] = damage(good).contiguous()
+    save_file(tensors, coded / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=says.replace("NAME", full.replace(".", r"\."))):
+        Driver(coded)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])

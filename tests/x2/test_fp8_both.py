@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from folovllm.electives.quantization.config import MADE_UP
-from folovllm.electives.quantization.fp8 import Fp8, Fp8Both, rounded
+from folovllm.electives.quantization.config import REQUESTED
+from folovllm.electives.quantization.fp8 import Fp8
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.workloads import make_engine
-from tests.x2.quantized import ALIGNED, compressed, quantize_8, write_quantized
+from tests.x2.quantized import ALIGNED, compressed, quantize_8, rounded, write_quantized
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [16, 8], "modules_to_not_convert": ["lm_head"]}
@@ -156,7 +156,7 @@ def test_one_token_is_rounded_alike(quantize_rows: Any, width: int, block: tuple
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 64, 129, 300])
 def test_a_layer_on_a_gpu(quantize_rows: Any, tokens: int, block: tuple[int, int] | None) -> None:
     """All ways to multiply, with norm, gate and residual, against torch with the same rounding."""
-    linear_method = Fp8Both("weight_scale", block)
+    linear_method = Fp8("weight_scale", block, activations="dynamic")
     weight, exact = weight_of(512, 1024, block)
     with torch.device(DEVICE):
         torch.set_default_dtype(torch.bfloat16)
@@ -204,8 +204,8 @@ def test_a_model_on_a_gpu(quantize_rows: Any, tokens: int, tmp_path: Path, monke
         return y if residual is None else y + residual
 
     ours = logits(layers=skinny_layers(16))
-    monkeypatch.setattr(Fp8Both, "fuses", lambda *_: False)
-    monkeypatch.setattr(Fp8Both, "product", product)
+    monkeypatch.setattr(Fp8, "fuses", lambda *_: False)
+    monkeypatch.setattr(Fp8, "product", product)
     assert relative(ours, logits()) < 0.2
 
 
@@ -219,10 +219,10 @@ def test_what_a_checkpoint_means(config: dict[str, Any], tmp_path: Path) -> None
     """Activations are quantized, unless somebody asks for weights alone."""
     model = checkpoint(tmp_path, config)
     methods = methods_of(make_engine(model, milestone="m5"))
-    assert {type(method) for method in methods.values()} == {Fp8Both}
+    assert {method.activations for method in methods.values()} == {"static" if config is STATIC else "dynamic"}
     gated = next(method for name, method in methods.items() if name.endswith("gate_up_proj"))
-    assert gated.is_static == (config is STATIC) != gated.hands_on
-    assert {type(m) for m in methods_of(make_engine(model, quantize_activations=False)).values()} == {Fp8}
+    assert gated.rounds_gated == (config is not STATIC)
+    assert {m.activations for m in methods_of(make_engine(model, quantize_activations=False)).values()} == {None}
 
 
 def test_layers_that_are_merged_share_the_largest_scale_of_inputs(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_layers_that_are_merged_share_the_largest_scale_of_inputs(tmp_path: Path
 
 def test_a_checkpoint_in_16_bits_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
     """The same numbers as in a checkpoint that was quantized before, a scale for each output."""
-    source, online = tiny_checkpoint("qwen3"), MADE_UP["fp8"]
+    source, online = tiny_checkpoint("qwen3"), REQUESTED["fp8"]
     before = write_quantized(source, tmp_path / "before", quantize_8(E4M3, "weight_scale", None), CHANNEL)[0]
     meanwhile = write_quantized(source, tmp_path / "while", lambda weight: ({"weight": weight}, weight), online)[0]
     ours, theirs = Driver(meanwhile), Driver(before)

@@ -17,7 +17,7 @@ from folovllm.attention.backends.abstract import AttentionBackend, BackendUnavai
 from folovllm.attention.backends.registry import choose_backend, make_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.electives.quantization.calibrate import centred_scales_of
-from folovllm.electives.quantization.checkpoint_kv_scales import take_kv_scale
+from folovllm.electives.quantization.checkpoint_kv_scales import load_kv_scale
 from folovllm.engine.setup import set_up
 from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.sampling_params import SamplingParams
@@ -309,7 +309,7 @@ NAMES = [
 def test_each_scale_of_a_checkpoint_has_its_place(names: tuple[str, str]) -> None:
     model = Driver(tiny_checkpoint()).model
     for name, value in zip(names, (2.0, 3.0), strict=True):
-        take_kv_scale(model, f"model.layers.1.{name}", torch.tensor(value))
+        load_kv_scale(model, f"model.layers.1.{name}", torch.tensor(value))
     found = [layer.self_attn.attn.scales for layer in model.model.layers]
     assert found == [UNSCALED, KVScales(2.0, 3.0), UNSCALED], "keys' and values' in the layer that is named"
 

@@ -7,7 +7,6 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +15,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScaling
 
 from folovllm import EngineConfig
 from folovllm.apps.cli import main
-from folovllm.electives.quantization.gguf_codes import TYPES
+from folovllm.electives.quantization import int4
 from folovllm.electives.quantization.gguf_file import convert
 from folovllm.electives.quantization.gguf_reader import read_gguf
-from folovllm.electives.quantization.int4 import Grouped
+from folovllm.electives.quantization.gguf_weights import TYPES
+from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
-from folovllm.layers.rotary_embedding import rope_frequencies
-from folovllm.models.files import load_hf_config, resolve_model
+from folovllm.models.files import resolve_model
 from tests.helpers import Driver, assert_logits_equal, prompts
 from tests.project.test_download import HEADS, KV_HEADS, finish, in_pairs, llama_writer
 
@@ -47,7 +46,8 @@ def test_blocks_are_what_their_library_says(kind: str) -> None:
     expected = torch.tensor(dequantize(raw.reshape(3, -1), GGMLQuantizationType[kind]))
     parts = TYPES[kind].split(torch.tensor(raw))
     if "words" in parts:
-        got = Grouped(parts["words"], parts["scales"], parts.get("zeros")).dequantized(torch.float32)
+        weight = QuantizedWeight(parts["words"], parts["scales"], 1, 32, parts.get("zeros"))
+        got = int4.dequantized(weight, torch.float32)
     else:
         scales = parts["weight_scale"]
         got = parts["weight"].float() * scales.repeat_interleave(expected.shape[1] // scales.shape[1], 1)
@@ -136,65 +136,6 @@ def test_a_base_model_has_neither_chat_template_nor_special_tokens(
     assert "no chat template" in "".join(capsys.readouterr())
 
 
-def scaled_angles(writer: GGUFWriter, said: dict[str, Any]) -> torch.Tensor:
-    """Add what llama.cpp's converter writes for Llama 3's scaling; returns it. The formula is its own."""
-    frequencies = 1 / 500.0 ** (torch.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS))
-    low, high = said["low_freq_factor"], said["high_freq_factor"]
-    context, factors = said["original_max_position_embeddings"], []
-    for frequency in frequencies.tolist():
-        wave = 2 * np.pi / frequency
-        smooth = (context / wave - low) / (high - low)
-        between = 1 / ((1 - smooth) / said["factor"] + smooth)
-        factors.append(1.0 if wave < context / high else said["factor"] if wave > context / low else between)
-    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
-    return torch.tensor(factors)
-
-
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-@pytest.mark.parametrize(("factor", "context"), [(8.0, 64), (32.0, 512), (8.0, 8192), (4.0, 20)])
-def test_angles_scaled_as_in_llama_3(factor: float, context: int, tmp_path: Path) -> None:
-    """Their factors become the configuration that transformers would have: the angles are the same."""
-    said, found = LLAMA3 | {"factor": factor, "original_max_position_embeddings": context}, []
-    write_gguf(tmp_path / "long.gguf", {}, lambda writer: found.append(scaled_angles(writer, said)))
-    convert(tmp_path / "long.gguf", tmp_path / "model")
-    config = load_hf_config(tmp_path / "model", EngineConfig())
-    frequencies = rope_frequencies(config, HIDDEN // HEADS)
-    plain = 1 / 500.0 ** (torch.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS))
-    torch.testing.assert_close(frequencies, plain / found[0], rtol=1e-3, atol=0)
-    assert factor == pytest.approx(config.rope_parameters.get("factor", factor))
-
-
-@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
-def test_other_scaled_angles(kind: str, tmp_path: Path) -> None:
-    def change(writer: GGUFWriter) -> None:
-        if kind == "default":
-            writer.add_tensor("rope_freqs.weight", np.ones(HIDDEN // HEADS // 2, np.float32))
-        else:
-            writer.add_rope_scaling_type(RopeScalingType(kind))
-            writer.add_rope_scaling_factor(4.0)
-            writer.add_rope_scaling_orig_ctx_len(16)
-
-    write_gguf(tmp_path / "a.gguf", {}, change)
-    convert(tmp_path / "a.gguf", tmp_path / "model")
-    parameters = load_hf_config(tmp_path / "model", EngineConfig()).rope_parameters
-    assert (parameters["rope_type"], parameters.get("factor")) == (kind, None if kind == "default" else 4.0)
-
-
-def test_biases_stay_biases(tmp_path: Path) -> None:
-    """One under its weight's name took the weight's place. A query's bias has the order of its weight's rows."""
-    bias = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5))
-    write_gguf(
-        tmp_path / "a.gguf", {},
-        lambda writer: writer.add_tensor("blk.1.attn_q.bias", in_pairs("attn_q.bias", bias[:, None])[:, 0].numpy()),
-    )  # fmt: skip
-    convert(tmp_path / "a.gguf", tmp_path / "model")
-    qkv = Driver(tmp_path / "model").model.model.layers[1].self_attn.qkv_proj  # type: ignore[union-attr]
-    torch.testing.assert_close(qkv.bias[:HIDDEN], bias.bfloat16().float())
-    assert not qkv.bias[HIDDEN:].any() and qkv.weight.abs().min() > 0, "those that the file has not are zero"
-
-
 def test_a_list_longer_than_the_file(tmp_path: Path) -> None:
     """49 bytes that count 2^40 items: the library alone would read them for ever."""
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x"
@@ -205,15 +146,18 @@ def test_a_list_longer_than_the_file(tmp_path: Path) -> None:
 
 
 STRANGE: list[tuple[str, Callable[[GGUFWriter], object], str]] = [
-    ("a list of lists", lambda w: w.add_array("x.y", [[1, 2], [3]]), "values of kind 9 are not supported"),
+    ("a list of lists", lambda w: w.add_array("x.y", [[1, 2], [3]]), "values of type 9 are not supported"),
     ("no sizes", lambda w: w.kv_data[0].pop("llama.block_count"), "llama.block_count is None, and must be"),
     ("a text for a size", lambda w: w.kv_data[0].pop("llama.block_count") and w.add_string("llama.block_count", "x"),
      "llama.block_count is 'x', and must be a whole number"),
     ("an unknown tensor", lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(4, np.float32)),
-     "blk.0.ffn_gate_inp.weight, for which the model has no place"),
+     "blk.0.ffn_gate_inp.weight, which is not supported"),
+    ("a bias", lambda w: w.add_tensor("blk.1.attn_q.bias", np.ones(HIDDEN, np.float32)), "blk.1.attn_q.bias, which is not supported"),
     ("a part of a head", lambda w: w.add_rope_dimension_count(8), "rope.dimension_count is 8, and only whole heads"),
-    ("another scaling", lambda w: w.add_rope_scaling_type(RopeScalingType.LONGROPE), "'longrope' is not supported"),
-    ("odd factors", lambda w: w.add_tensor("rope_freqs.weight", np.arange(1, 9, dtype=np.float32)), "another way than Llama 3"),
+    ("scaled RoPE", lambda w: w.add_rope_scaling_type(RopeScalingType.YARN), "rope.scaling.type 'yarn' is not supported"),
+    ("RoPE of Llama 3", lambda w: w.add_tensor("rope_freqs.weight", np.ones(8, np.float32)), "rope_freqs.weight, which is not"),
+    ("a number for a template", lambda w: w.kv_data[0].pop("tokenizer.chat_template") and w.add_uint32("tokenizer.chat_template", 5),
+     "tokenizer.chat_template must be a text"),
     ("an id beyond", lambda w: w.kv_data[0].pop("tokenizer.ggml.eos_token_id") and w.add_eos_token_id(999),
      "IndexError"),
     ("types for half of the tokens", lambda w: w.kv_data[0].pop("tokenizer.ggml.token_type") and w.add_token_types([1]), "shorter than"),

@@ -70,7 +70,7 @@ class TestRefusals:
             return parts | {"g_idx": parts["g_idx"].clone().index_fill_(0, torch.tensor([40]), 0)}, floats
 
         coded, _ = write_quantized(tiny(), tmp_path, uneven, SORTED)
-        with pytest.raises(ValueError, match="g_idx does not put 32 inputs into each group"):
+        with pytest.raises(ValueError, match=r"proj.g_idx: it does not put 32 inputs into each group"):
             Driver(coded)
 
     @pytest.mark.parametrize("said", [False, None])
@@ -116,7 +116,7 @@ def test_torch_multiplies_in_16_bits_on_cpu(kind: str, tmp_path: Path) -> None:
     coded, floats = write_quantized(tiny(), tmp_path, *KINDS[kind])
     tokens = prompts([20])[0]
     ours = Driver(coded, dtype=torch.bfloat16)
-    assert any(m.grouped.library for m in ours.model.modules() if isinstance(m, LinearBase))
+    assert any(m.int4.library for m in ours.model.modules() if isinstance(m, LinearBase))
     logits = [driver.step({0: tokens})[0] for driver in (ours, Driver(floats, dtype=torch.bfloat16), Driver(floats))]
     assert_as_accurate(*logits)
 

@@ -14,7 +14,7 @@ from tests.contract import DEVICE
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.electives.quantization.kernels import integer_gemv as module
-from folovllm.electives.quantization.kernels.integer_gemv import integer_gemv, takes
+from folovllm.electives.quantization.kernels.integer_gemv import can_handle, integer_gemv
 from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
 from folovllm.electives.quantization.weight import QuantizedWeight
 
@@ -116,8 +116,8 @@ def test_programs_of_several_groups(
     monkeypatch: pytest.MonkeyPatch, kind: str, width: int, group: int | None, zeros: bool
 ) -> None:
     """As of large products. Of the last program's groups one is in part past the last row, and one wholly."""
-    rows, tile = 38, module.tile_of(38, width, kind, 1)
-    monkeypatch.setattr(module, "tile_of", lambda *size: tile | {"TIMES": 2})
+    rows, tile = 38, module.kernel_config(38, width, kind, 1)
+    monkeypatch.setattr(module, "kernel_config", lambda *size: tile | {"TIMES": 2})
     given_, weight = made_up(kind, rows, width, group, zeros)
     generator = torch.Generator().manual_seed(2)
     x, residual = torch.randn(1, width, generator=generator).half(), torch.randn(1, rows, generator=generator).half()
@@ -133,7 +133,7 @@ def test_programs_of_several_groups(
 def test_as_many_programs_as_a_card_has_room_for(kind: str, width: int, num_sms: int) -> None:
     """At once, unless each has the most groups that it may have."""
     for lines in (1, 4096, 19456, 151936):
-        tile = module.tile_of(lines, width, kind, num_sms)
+        tile = module.kernel_config(lines, width, kind, num_sms)
         room = num_sms * (65536 // (32 * tile["SPLITS"] * tile["maxnreg"]))
         programs = -(-lines // (16 // module.PARTS.value * tile["TIMES"]))
         assert 0 < programs <= room or tile["TIMES"] == module.MOST_TIMES
@@ -143,7 +143,7 @@ def test_as_many_programs_as_a_card_has_room_for(kind: str, width: int, num_sms:
 @pytest.mark.parametrize("fraction", [-0x1F8080, 0x1F7F80, -0x8080])
 def test_the_longest_rows_with_the_largest_codes_and_bytes(kind: str, width: int, fraction: int) -> None:
     """All bytes of `x` that may be are -128, or near the largest; all codes the smallest, the largest, or both in turn."""
-    assert takes(torch.zeros(1, width, dtype=torch.float16), (1, 128 if kind == "int4" else width), kind)
+    assert can_handle(torch.zeros(1, width, dtype=torch.float16), (1, 128 if kind == "int4" else width), kind)
     low, high = (-8, 7) if kind == "int4" else (-128, 127)
     codes = torch.tensor([[low], [high], [low]]).repeat(1, width)
     codes[2, ::2] = high
@@ -168,10 +168,10 @@ def test_one_token_goes_this_way() -> None:
 def test_what_it_is_for() -> None:
     """Neither for floats of 32 bits, nor for small groups, many tokens or long rows: `quant_gemv` has those."""
     half = torch.zeros(1, 4096, dtype=torch.float16)
-    assert takes(half, (1, 128), "int4") and takes(half, (1, 4096), "int8")
-    assert not takes(half.float(), (1, 128), "int4")
-    assert not takes(half, (1, 64), "int4")
-    assert not takes(half, (1, 32), "int8")
-    assert not takes(half.expand(2, -1), (1, 128), "int4")
-    assert not takes(half, (128, 128), "fp8")
-    assert not takes(torch.zeros(1, 1 << 16, dtype=torch.float16), (1, 128), "int4")
+    assert can_handle(half, (1, 128), "int4") and can_handle(half, (1, 4096), "int8")
+    assert not can_handle(half.float(), (1, 128), "int4")
+    assert not can_handle(half, (1, 64), "int4")
+    assert not can_handle(half, (1, 32), "int8")
+    assert not can_handle(half.expand(2, -1), (1, 128), "int4")
+    assert not can_handle(half, (128, 128), "fp8")
+    assert not can_handle(torch.zeros(1, 1 << 16, dtype=torch.float16), (1, 128), "int4")

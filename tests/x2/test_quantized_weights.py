@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from folovllm import EngineConfig
 from folovllm.apps.bench.roofline import Weights
 from folovllm.electives.quantization.config import CheckpointQuantization
-from folovllm.electives.quantization.fp8 import Fp8, Fp8Both
+from folovllm.electives.quantization.fp8 import Fp8
 from folovllm.electives.quantization.scaled import Int8
 from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.models.loader import load_model
@@ -34,7 +34,7 @@ class TestWhatACheckpointSays:
         return linear_method_of(name)
 
     def test_by_name(self) -> None:
-        both = Fp8Both("weight_scale_inv", BLOCK)
+        both = Fp8("weight_scale_inv", BLOCK, activations="dynamic")
         assert self.linear_method_of(FP8_BLOCKS, "model.layers.0.self_attn.qkv_proj") == both
         alone = FP8_BLOCKS | {"activation_scheme": None}
         assert self.linear_method_of(alone, "model.layers.0.self_attn.qkv_proj") == Fp8("weight_scale_inv", BLOCK)

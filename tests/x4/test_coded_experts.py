@@ -15,7 +15,6 @@ from folovllm import EngineConfig
 from folovllm.apps.bench.contenders import write_geometry
 from folovllm.apps.bench.roofline import Weights
 from folovllm.electives.moe.quantized import ExpertStack, GroupedQuantizedExperts, QuantizedExperts
-from folovllm.electives.quantization.quantizer.methods import method_for
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 from folovllm.electives.quantization.quantizer.run import quantize as quantize_folder
 from folovllm.engine.setup import set_up
@@ -31,6 +30,7 @@ from tests.x2.quantized import (
     GROUP,
     SORTED,
     Quantize,
+    as_other_readers,
     compressed,
     packed,
     quantize,
@@ -114,7 +114,7 @@ def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, wr
 
 def codes(stack: ExpertStack) -> list[torch.Tensor]:
     """What a stack keeps of weights."""
-    return [stack.grouped.words] if hasattr(stack, "grouped") else [stack.weight]
+    return [stack.int4.weight.weight] if hasattr(stack, "int4") else [stack.weight]
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "int8 packed"])
@@ -229,11 +229,11 @@ def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
     """And leaves routers as they were. Transformers has the numbers that the codes stand for."""
     model, options = wide_checkpoint(2), QuantizeOptions(format=format)
     quantize_folder(str(model), options, tmp_path / "coded", device="cpu", use_tqdm=False)
-    tensors, method = load_file(model / "model.safetensors"), method_for(options, torch.float32)
+    tensors = load_file(model / "model.safetensors")
     coded = {k: v for file in (tmp_path / "coded").glob("*.safetensors") for k, v in load_file(file).items()}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         prefix = name.removesuffix("weight")
-        tensors[name] = method.decode({k.removeprefix(prefix): v for k, v in coded.items() if k.startswith(prefix)})
+        tensors[name] = as_other_readers({k.removeprefix(prefix): v for k, v in coded.items() if k.startswith(prefix)})
     floats = shutil.copytree(model, tmp_path / "floats")
     save_file(tensors, floats / "model.safetensors", {"format": "pt"})
     (ids,) = prompts([9])

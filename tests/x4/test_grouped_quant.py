@@ -1,4 +1,4 @@
-"""The product of all experts whose weights are codes, against the torch path: unpack an expert, multiply."""
+"""The product of all experts whose weights are quantized, against torch in double precision."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stack_of(linear_method: LinearMethod, n: int, k: int, num_experts: int) -> E
     for kind, views in stack.weight_views().items():
         for view in views:
             if "scale" in kind:
-                spread = 4.6 if isinstance(linear_method, Int4) else linear_method.spread
+                spread = 4.6 if isinstance(linear_method, Int4) else linear_method.random_std
                 view.copy_((torch.rand(view.shape, generator=generator, device=DEVICE) + 0.5) / spread / k**0.5)
             elif kind == "zeros":
                 view.random_(0, 16, generator=generator) if view.dtype == torch.uint8 else view.fill_(-0.5 / k**0.5)
@@ -67,11 +67,13 @@ def check(case: tuple[LinearMethod, int, int], asked: torch.Tensor, num_experts:
         out = torch.full((asked.numel(), n), 7.0, dtype=dtype, device=DEVICE)
         grouped.grouped_quant(x, linear_method.weight_of(stack), num_experts, order, starts, per_expert == 2, out)
         for pair, e in enumerate(asked.flatten().tolist()):
-            w = linear_method.dequantized(stack, dtype, slice(per_expert * e, per_expert * (e + 1)))
-            y = w.float() @ x[pair // asked.shape[1]].float() if e >= 0 else torch.full((n,), 7.0, device=DEVICE)
-            y = F.silu(y[:n]) * y[n:] if per_expert == 2 and e >= 0 else y
+            y = torch.full((n,), 7.0, dtype=torch.float64, device=DEVICE)
+            if e >= 0:
+                w = linear_method.dequantized(stack, torch.float32, slice(per_expert * e, per_expert * (e + 1)))
+                y = w.double() @ x[pair // asked.shape[1]].double()
+                y = F.silu(y[:n]) * y[n:] if per_expert == 2 else y
             tol = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-            torch.testing.assert_close(out[pair].float(), y, rtol=tol, atol=tol * float(y.abs().max()))
+            torch.testing.assert_close(out[pair].double(), y, rtol=tol, atol=tol * float(y.abs().max()))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -83,6 +85,10 @@ def test_the_kernel_multiplies_as_torch(name: str, monkeypatch: pytest.MonkeyPat
         pytest.skip("this card has no numbers of FP8")
     asked = torch.tensor([[2, 0], [2, 4], *[[2, -1]] * 15, [3, 2]])
     check(SMALL[name], asked, 5, torch.float16 if name == "int4" else torch.float32)
+
+
+def test_a_rank_whose_experts_nobody_asks() -> None:
+    check(SMALL["int4"], torch.full((3, 2), -1), 3, torch.float32)
 
 
 @pytest.mark.gpu

@@ -109,20 +109,20 @@ class Experts(nn.ModuleDict):
         self.update({str(e): Expert(self.gate_up[i], self.down[i]) for i, e in enumerate(held)})
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Ask the experts, one after the other: x [T, H] -> the answer to each pair [T * k, H].
+        """Run the experts one after the other: x [T, H] -> the output for each pair (token, expert) [T * k, H].
 
-        `order` and `starts` are those of `sort_by_expert`. A pair whose expert is elsewhere is answered with zeros.
+        `order` and `starts` are those of `sort_by_expert`. The output for an expert of another rank is zeros.
         """
-        return ask_one_by_one(self.values(), x, order, starts)
+        return run_one_by_one(self.values(), x, order, starts)
 
 
-def ask_one_by_one(
+def run_one_by_one(
     experts: Iterable[Callable[[torch.Tensor], torch.Tensor]],
     x: torch.Tensor,
     order: torch.Tensor,
     starts: torch.Tensor,
 ) -> torch.Tensor:
-    """What `Experts` promises, from experts that each turn [n, H] into [n, H]."""
+    """Do what `Experts.forward` promises, with functions that each turn [n, H] into [n, H]."""
     answers, top_k = x.new_zeros(len(order), x.shape[1]), len(order) // max(1, len(x))
     for expert, (first, end) in zip(experts, pairwise(starts.tolist()), strict=True):
         if first < end:

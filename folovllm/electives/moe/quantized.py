@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.electives.moe.layers import ask_one_by_one
+from folovllm.electives.moe.layers import run_one_by_one
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, LinearMethod
@@ -83,10 +83,10 @@ class QuantizedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Run one expert after the other; each is unpacked when it has tokens."""
-        return ask_one_by_one([partial(self.ask, e) for e in range(self.num_held)], x, order, starts)
+        return run_one_by_one([partial(self.run_expert, e) for e in range(self.num_held)], x, order, starts)
 
-    def ask(self, e: int, x: torch.Tensor) -> torch.Tensor:
-        """Expert `e`, counted from this rank's first: [n, H] -> [n, H]."""
+    def run_expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        """Run expert `e`, counted from this rank's first: [n, H] -> [n, H]."""
         gate_up = self.gate_ups.stacked.dequantized(self.gate_ups, x.dtype, slice(2 * e, 2 * e + 2))
         down = self.downs.stacked.dequantized(self.downs, x.dtype, slice(e, e + 1))
         return F.linear(self.act_fn(F.linear(x, gate_up)), down)

@@ -50,11 +50,12 @@ def scales_of(kv_caches: Sequence[torch.Tensor]) -> list[KVScales]:
 
 
 def centred_scales_of(kv_caches: Sequence[torch.Tensor], num_tokens: int) -> list[KVScales]:
-    """The same, and what all keys of a layer should lose: for each cache, whose first `num_tokens` slots hold one sequence.
+    """Return for each layer the scales of `scales_of`, and an offset that is subtracted from all keys before they are rounded.
 
-    It is about their mean over the sequence. The error of an 8-bit number is a fraction of its size, and what keys have in common
-    is large and tells no two of them apart (SageAttention; Zhang et al., 2024). It is not quite the mean: a
-    sequence's first key often takes half of all attention and hardly depends on its token, so it is left without an error.
+    The first `num_tokens` slots of each cache hold one sequence. The offset is about the mean of its keys: the error of an 8-bit
+    number is a fraction of its size, and what all keys have in common is large and tells no two of them apart (SageAttention;
+    Zhang et al., 2024). It is not quite the mean: the first key of a sequence often gets half of all attention and hardly depends
+    on its token. So the offset is moved until the first key has no error.
     """
     found = []
     for cache in kv_caches:

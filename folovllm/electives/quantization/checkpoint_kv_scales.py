@@ -11,17 +11,17 @@ import torch
 from folovllm.models.extra_tensors import WeightLoader
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
-# As compressed-tensors, vLLM, ModelOpt and older quantisers name them.
+# As compressed-tensors, vLLM, ModelOpt and older quantizers name them.
 NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)")
 
 
 def weight_loader_of(name: str) -> WeightLoader | None:
-    """Return the function that gives a scale to its layer, for the loader; None for other tensors (`folovllm.plugins`)."""
-    return take_kv_scale if NAME.fullmatch(name) else None
+    """Return `load_kv_scale` if the tensor is a scale of the KV cache, else None (a hook of `folovllm.plugins`)."""
+    return load_kv_scale if NAME.fullmatch(name) else None
 
 
-def take_kv_scale(model: LlamaForCausalLM, name: str, tensor: torch.Tensor) -> None:
-    """Give a scale to its layer.
+def load_kv_scale(model: LlamaForCausalLM, name: str, tensor: torch.Tensor) -> None:
+    """Set a scale of the KV cache in its attention layer.
 
     Raises:
         ValueError: it is not one positive number, or there is no such layer.

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from folovllm.config import EngineConfig
-from folovllm.electives.quantization.fp8 import Fp8, Fp8Both
-from folovllm.electives.quantization.gguf_codes import read_gguf_types
+from folovllm.electives.quantization.fp8 import Fp8
+from folovllm.electives.quantization.gguf_weights import read_gguf_types
 from folovllm.electives.quantization.int4_checkpoints import Awq, Gptq, PackedInt4, SortedGptq
 from folovllm.electives.quantization.scaled import Int8, PackedInt8
 from folovllm.layers.fusable import fusable
@@ -30,70 +30,63 @@ from folovllm.models.shapes import expert_shapes, linear_shapes, renamed_by
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ROUTERS = ("gate", "shared_expert_gate")  # GPTQ and AWQ leave these plain and do not name them
-Said = Mapping[str, Any]  # a `quantization_config`
+ROUTERS = ("gate", "shared_expert_gate")  # GPTQ and AWQ leave these unquantized and do not name them
+QuantConfig = Mapping[str, Any]  # a `quantization_config`
 # compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder; and of inputs
 Scheme = Mapping[str, Any]
 INPUTS = "input_activations"
 ACTIVATIONS, ONLINE = "quantize_activations", "online"  # our own keys in a `quantization_config`
 
 
-def read_fp8(said: Said) -> LinearMethodOf:
+def read_fp8(quant_config: QuantConfig) -> LinearMethodOf:
     """Read transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which calls the scale otherwise.
 
     Activations are quantized too, unless `activation_scheme` is null.
     """
-    block = said.get("weight_block_size")
-    by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
-    linear_method = fp8_method(
+    block = quant_config.get("weight_block_size")
+    by_transformers = "weight_block_size" in quant_config or "modules_to_not_convert" in quant_config
+    linear_method = Fp8(
         "weight_scale_inv" if by_transformers else "weight_scale", block and (block[0], block[1]),
-        said.get("activation_scheme", "dynamic"), bool(said.get(ONLINE)),
+        online=bool(quant_config.get(ONLINE)), activations=quant_config.get("activation_scheme", "dynamic"),
     )  # fmt: skip
-    plain = [*(said.get("modules_to_not_convert") or []), *(said.get("ignored_layers") or [])]
-    return lambda name: None if is_named(name, plain) else linear_method
+    unquantized = [*(quant_config.get("modules_to_not_convert") or []), *(quant_config.get("ignored_layers") or [])]
+    return lambda name: None if matches_any(name, unquantized) else linear_method
 
 
-def fp8_method(scale_name: str, block: tuple[int, int] | None, activations: str | None, online: bool = False) -> Fp8:
-    """Return the linear method of weights in FP8. `activations`: "dynamic" or "static" scales; None: they stay as they are."""
-    if activations not in ("dynamic", "static", None):
-        raise ValueError(f"activation_scheme {activations!r} is not supported: 'dynamic' and 'static' are")
-    if activations is None:
-        return Fp8(scale_name, block, online)
-    return Fp8Both(scale_name, block, online, is_static=activations == "static")
-
-
-def read_gptq(said: Said) -> LinearMethodOf:
+def read_gptq(quant_config: QuantConfig) -> LinearMethodOf:
     """Read GPTQ as AutoGPTQ, GPTQModel and transformers write it."""
-    layout = said.get("checkpoint_format", "gptq")
+    layout = quant_config.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
-    if odd := [name for name in ("dynamic", "lm_head") if said.get(name)]:
+    if odd := [name for name in ("dynamic", "lm_head") if quant_config.get(name)]:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
-    size = group_size_4("gptq", said.get("bits"), said)
-    kind = SortedGptq if said.get("desc_act") and size else Gptq  # where a row is one group, no order matters
-    linear_method = kind(size, one_less=layout == "gptq")
-    return lambda name: None if is_named(name, ROUTERS) else linear_method
+    size = int4_group_size("gptq", quant_config.get("bits"), quant_config)
+    layout_class = (
+        SortedGptq if quant_config.get("desc_act") and size else Gptq
+    )  # where a row is one group, no order matters
+    linear_method = layout_class(size, one_less=layout == "gptq")
+    return lambda name: None if matches_any(name, ROUTERS) else linear_method
 
 
-def read_awq(said: Said) -> LinearMethodOf:
+def read_awq(quant_config: QuantConfig) -> LinearMethodOf:
     """Read AWQ as AutoAWQ writes it."""
-    version = str(said.get("version", "gemm")).lower()
-    if version != "gemm" or not said.get("zero_point", True):
+    version = str(quant_config.get("version", "gemm")).lower()
+    if version != "gemm" or not quant_config.get("zero_point", True):
         raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
-    linear_method = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
-    plain = [*(said.get("modules_to_not_convert") or []), *ROUTERS]
-    return lambda name: None if is_named(name, plain) else linear_method
+    linear_method = Awq(int4_group_size("awq", quant_config.get("bits", quant_config.get("w_bit")), quant_config))
+    unquantized = [*(quant_config.get("modules_to_not_convert") or []), *ROUTERS]
+    return lambda name: None if matches_any(name, unquantized) else linear_method
 
 
-def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
+def int4_group_size(method: str, bits: int | None, quant_config: QuantConfig) -> int | None:
     """Return the size of groups of 4-bit weights; None where a row is one. Raises ValueError for other bits."""
     if bits != 4:
         raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
-    size = said.get("group_size", said.get("q_group_size", 128))
+    size = quant_config.get("group_size", quant_config.get("q_group_size", 128))
     return None if size == -1 else size
 
 
-def read_compressed_tensors(said: Said) -> LinearMethodOf:
+def read_compressed_tensors(quant_config: QuantConfig) -> LinearMethodOf:
     """Read compressed-tensors, which llm-compressor writes: groups of layers, each with a scheme.
 
     Activations are quantized with weights in FP8 alone.
@@ -104,32 +97,47 @@ def read_compressed_tensors(said: Said) -> LinearMethodOf:
     groups = [
         (
             group["targets"],
-            linear_method_of_scheme(
-                {**group["weights"], INPUTS: group.get(INPUTS)}, group.get("format") or said.get("format")
+            method_of_scheme(
+                {**group["weights"], INPUTS: group.get(INPUTS)}, group.get("format") or quant_config.get("format")
             ),
         )
-        for group in said["config_groups"].values()
+        for group in quant_config["config_groups"].values()
         if group.get("weights")
     ]
 
     def linear_method_of(name: str) -> LinearMethod | None:
-        if is_named(name, said.get("ignore") or []):
+        if matches_any(name, quant_config.get("ignore") or []):
             return None
-        found = (method for targets, method in groups if "Linear" in targets or is_named(name, targets))
+        found = (method for targets, method in groups if "Linear" in targets or matches_any(name, targets))
         return next(found, None)
 
     return linear_method_of
 
 
-def linear_method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
+def method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
     """Return the linear method of a scheme of weights. `packing` is how the checkpoint stores them."""
-    kind = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}"
-    if make := SCHEMES.get((kind, str(packing))):
-        if scheme.get("symmetric", True) or kind == "int4":
-            return make(scheme)
-        kind = f"asymmetric {kind}"
-    known = ", ".join(f"{kind} {packing}" for kind, packing in SCHEMES)
-    raise ValueError(f"weights quantized by compressed-tensors as {kind} {packing} are not supported: known is {known}")
+    kind, is_symmetric = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}", scheme.get("symmetric", True)
+    match kind, packing:
+        case "float8", "float-quantized" | "naive-quantized" if is_symmetric:
+            inputs = scheme[INPUTS]  # of 8 bits: with scales by token or group, or the checkpoint's own
+            activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
+            return Fp8("weight_scale", block_of(scheme), activations=activations)
+        case "int8", "int-quantized" | "naive-quantized" if is_symmetric:
+            return Int8("weight_scale", block_of(scheme))
+        case "int8", "pack-quantized" if is_symmetric:
+            return PackedInt8("weight_scale", block_of(scheme))
+        case "int4", "pack-quantized":
+            if scheme.get("actorder") in ("group", True):  # the inputs of a group lie anywhere
+                raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
+            if (strategy := scheme.get("strategy")) not in ("group", "channel"):
+                raise ValueError(
+                    f"int4 weights with strategy {strategy!r} are not supported: 'group' and 'channel' are"
+                )
+            return PackedInt4(scheme["group_size"] if strategy == "group" else None, with_zeros=not is_symmetric)
+    raise ValueError(
+        f"weights quantized by compressed-tensors as {'' if is_symmetric else 'asymmetric '}{kind} {packing} are not supported: "
+        "known are symmetric float8 and int8, float-, int-, naive- or pack-quantized, and int4 pack-quantized"
+    )
 
 
 def block_of(scheme: Scheme) -> tuple[int, int] | None:
@@ -146,35 +154,7 @@ def block_of(scheme: Scheme) -> tuple[int, int] | None:
             raise ValueError(f"weights quantized by compressed-tensors with strategy {other!r} are not supported")
 
 
-def packed_int4(scheme: Scheme) -> LinearMethod:
-    """Return the linear method of int4 weights. With actorder "group" the inputs of a group lie anywhere, which is not supported."""
-    if scheme.get("actorder") in ("group", True):
-        raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
-    if (strategy := scheme.get("strategy")) not in ("group", "channel"):
-        raise ValueError(f"int4 weights with strategy {strategy!r} are not supported: 'group' and 'channel' are")
-    group_size = scheme["group_size"] if strategy == "group" else None
-    return PackedInt4(group_size, with_zeros=not scheme.get("symmetric", True))
-
-
-def fp8_of(scheme: Scheme) -> LinearMethod:
-    """Return the linear method of weights in FP8. Inputs of 8 bits have scales by token or group, or the checkpoint's own."""
-    inputs = scheme[INPUTS]
-    activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
-    return fp8_method("weight_scale", block_of(scheme), activations)
-
-
-# By type and bits, and how they are written down.
-SCHEMES: dict[tuple[str, str], Callable[[Scheme], LinearMethod]] = {
-    ("float8", "float-quantized"): fp8_of,
-    ("float8", "naive-quantized"): fp8_of,
-    ("int4", "pack-quantized"): packed_int4,
-    ("int8", "int-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
-    ("int8", "naive-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
-    ("int8", "pack-quantized"): lambda scheme: PackedInt8("weight_scale", block_of(scheme)),
-}
-
-
-READERS: dict[str, Callable[[Said], LinearMethodOf]] = {  # by `quant_method`
+READERS: dict[str, Callable[[QuantConfig], LinearMethodOf]] = {  # by `quant_method`
     "fp8": read_fp8,
     "gptq": read_gptq,
     "awq": read_awq,
@@ -183,43 +163,38 @@ READERS: dict[str, Callable[[Said], LinearMethodOf]] = {  # by `quant_method`
 }
 
 
-def made_up_integers(layout: str, **weights: Any) -> dict[str, Any]:
-    """Return the `quantization_config` of integer codes in one of compressed-tensors' layouts, with plain routers."""
+def integer_config(layout: str, **weights: Any) -> dict[str, Any]:
+    """Return the `quantization_config` of integers in one of compressed-tensors' layouts; routers are not quantized."""
     group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
     return {
         "quant_method": "compressed-tensors", "format": layout, "ignore": ["re:.*gate$"], "config_groups": {"0": group}
     }  # fmt: skip
 
 
-MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be; FP8 a checkpoint in 16 bits, too
+REQUESTED: dict[
+    str, QuantConfig
+] = {  # by `EngineConfig.quantization`, for random weights; FP8 for a checkpoint in 16 bits, too
     "fp8": {"quant_method": "fp8", ONLINE: True, "modules_to_not_convert": ROUTERS},
-    "int8": made_up_integers("int-quantized", num_bits=8, strategy="channel"),
-    "int4": made_up_integers("pack-quantized", num_bits=4, strategy="group", group_size=128),
+    "int8": integer_config("int-quantized", num_bits=8, strategy="channel"),
+    "int4": integer_config("pack-quantized", num_bits=4, strategy="group", group_size=128),
 }
 
 
-def is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a layer is one of these, or lies within one: by a part of its name, or a regular expression behind "re:"."""
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a layer's name has one of these as a part, of full words, or matches a regular expression behind "re:"."""
     return any(
         re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
         for pattern in patterns
     )
 
 
-def said_of(hf_config: PretrainedConfig) -> Said | None:
+def quant_config_of(hf_config: PretrainedConfig) -> QuantConfig | None:
     """Return a model's `quantization_config`, if it has one."""
-    said = getattr(hf_config, "quantization_config", None)
-    return said if said is None or isinstance(said, Mapping) else said.to_dict()
+    quant_config = getattr(hf_config, "quantization_config", None)
+    return quant_config if quant_config is None or isinstance(quant_config, Mapping) else quant_config.to_dict()
 
 
-def weights_alone(linear_method: LinearMethod | None) -> LinearMethod | None:
-    """Return the linear method that leaves activations as they are."""
-    if not isinstance(linear_method, Fp8Both):
-        return linear_method
-    return Fp8(linear_method.scale_name, linear_method.block, linear_method.online)
-
-
-def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
+def checkpoint_name(name: str, renamed: Mapping[str, str]) -> str:
     """Return the checkpoint's name of one of our layers."""
     name += "."
     for theirs, ours in renamed.items():
@@ -228,46 +203,49 @@ def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
 
 
 class CheckpointQuantization(Quantization):
-    """Reads the `quantization_config` of checkpoints; random weights may be asked to be in one of `MADE_UP`."""
+    """Reads the `quantization_config` of checkpoints; random weights can have one of `REQUESTED`."""
 
     def configured(self, hf_config: Any, config: EngineConfig) -> Any:
-        """Return the model's configuration, with what `config` asks for.
+        """Return the model's configuration, with the requested quantization.
 
-        A checkpoint's quantization must be what is asked. One in 16 bits can be asked to be FP8.
+        A checkpoint's quantization must be the requested one. A checkpoint in 16 bits can be quantized to FP8.
         """
-        asked, said = config.quantization, said_of(hf_config)
-        method = None if said is None else said.get("quant_method")
-        if asked is not None and said is None and (config.random_weights or asked == "fp8"):
-            if asked not in MADE_UP:
-                raise ValueError(f"quantization={asked!r} cannot be made up: choose one of {', '.join(MADE_UP)}")
+        requested, quant_config = config.quantization, quant_config_of(hf_config)
+        method = None if quant_config is None else quant_config.get("quant_method")
+        if requested is not None and quant_config is None and (config.random_weights or requested == "fp8"):
+            if requested not in REQUESTED:
+                raise ValueError(f"quantization={requested!r} cannot be made up: choose one of {', '.join(REQUESTED)}")
             if config.model_impl == "hf" and not config.random_weights:
                 raise ValueError('to quantize a checkpoint in 16 bits needs model_impl="native"')
-            said = MADE_UP[asked]
-        elif asked is not None and asked != method:
+            quant_config = REQUESTED[requested]
+        elif requested is not None and requested != method:
             what = "is not quantized" if method is None else f"is quantized by {method!r}"
-            raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
-        if said is not None:
-            hf_config.quantization_config = said if config.quantize_activations else {**said, ACTIVATIONS: False}
+            raise ValueError(f"quantization={requested!r} was asked for, and this checkpoint {what}: leave it out")
+        if quant_config is not None:
+            own = {} if config.quantize_activations else {ACTIVATIONS: False}
+            hf_config.quantization_config = {**quant_config, **own}
         return hf_config
 
     def linear_methods_of(
         self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
     ) -> LinearMethodOf | None:
-        if (said := said_of(hf_config)) is None:
+        if (quant_config := quant_config_of(hf_config)) is None:
             return None
-        method = said.get("quant_method")
+        method = str(quant_config.get("quant_method"))
         with reading("the quantization_config in config.json"):
-            if str(method) not in READERS:
+            if method not in READERS:
                 raise ValueError(
-                    f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
-                    f"known ones are {', '.join(READERS)}"
+                    f"this checkpoint is quantized by {quant_config.get('quant_method')!r} (quant_method in its config.json), which "
+                    f"is not supported: the known ones are {', '.join(READERS)}"
                 )
-            found = READERS[str(method)](said)
+            checkpoint_method_of = READERS[method](quant_config)
 
         def linear_method_of(name: str) -> LinearMethod | None:
             with reading("the quantization_config in config.json"):  # its patterns are compiled only now
-                linear_method = found(as_in_checkpoint(name, renamed))
-            return linear_method if said.get(ACTIVATIONS, True) else weights_alone(linear_method)
+                found = checkpoint_method_of(checkpoint_name(name, renamed))
+            if isinstance(found, Fp8) and not quant_config.get(ACTIVATIONS, True):
+                return replace(found, activations=None)
+            return found
 
         def of_merged(name: str) -> LinearMethod | None:
             parent, _, leaf = name.rpartition(".")
@@ -277,8 +255,8 @@ class CheckpointQuantization(Quantization):
                 raise ValueError(
                     f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
                 )
-            if leaf == "gate_up_proj" and isinstance(first, Fp8Both) and not first.is_static:
-                return replace(first, hands_on=linear_method_of(f"{parent}.down_proj") == first)
+            if leaf == "gate_up_proj" and isinstance(first, Fp8) and first.activations == "dynamic":
+                return replace(first, rounds_gated=linear_method_of(f"{parent}.down_proj") == first)
             return first
 
         return of_merged
@@ -300,7 +278,7 @@ class CheckpointQuantization(Quantization):
         if config.model_impl == "native":
             if (linear_method_of := self.linear_methods_of(hf_config, {}, renamed_by(hf_config))) is not None:
                 check_ranks(hf_config, part, linear_method_of)
-        elif (said_of(hf_config) or {}).get("quant_method") == "gguf":
+        elif (quant_config_of(hf_config) or {}).get("quant_method") == "gguf":
             raise ValueError(
                 "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
                 'model_impl="native", or smollm2, which is unpacked'

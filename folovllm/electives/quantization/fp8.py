@@ -1,4 +1,4 @@
-"""FP8 (E4M3): weights alone, or FP8 times FP8; from checkpoints that have codes, or from floats while these are loaded."""
+"""FP8 (E4M3): weights alone, or FP8 times FP8; from checkpoints in FP8, or from floats while these are loaded."""
 
 from __future__ import annotations
 
@@ -21,91 +21,65 @@ if TYPE_CHECKING:
 ROWS = 4096  # outputs that are quantized at once
 
 
-@dataclass(frozen=True)
-class Fp8(Scaled):
-    """Codes are E4M3, half the bytes of 16 bits; activations stay as they are.
-
-    Attributes:
-        online: the checkpoint has floats. A layer keeps them, in its own dtype, until all are loaded; then each output gets codes
-            and a scale.
-    """
-
-    online: bool = False
-
-    codes = torch.float8_e4m3fn
-    code_names = ("F8_E4M3",)
-    spread = 64.0
-
-    def create(self, layer: LinearBase) -> None:
-        super().create(layer)
-        layer.floats = None  # type: ignore[assignment]  # only while weights are loaded
-
-    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
-        if not self.online:
-            return super().weight_views(layer)
-        if getattr(layer, "floats", None) is None:
-            layer.floats = torch.empty_like(layer.weight, dtype=layer.dtype)
-        return {"weight": torch.split(cast(torch.Tensor, layer.floats), layer.output_sizes)}
-
-    def stored(self, kind: str) -> tuple[str, ...]:
-        return FLOATS if self.online else super().stored(kind)
-
-    def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        if self.online:
-            tensor.normal_(0.0, 0.02, generator=generator)
-        else:
-            super().fill(kind, tensor, generator)
-
-    def loaded(self, layer: LinearBase) -> None:
-        """Quantize what was loaded: the largest weight of an output becomes the largest code."""
-        super().loaded(layer)
-        if layer.floats is not None:
-            floats, layer.floats = cast(torch.Tensor, layer.floats), None  # type: ignore[assignment]
-            for codes, scales, rows in zip(
-                layer.weight.split(ROWS), layer.scale.split(ROWS), floats.split(ROWS), strict=True
-            ):
-                largest = rows.float().abs().amax(1, keepdim=True)
-                scales.copy_(torch.where(largest > 0, largest / LARGEST, 1.0))
-                codes.copy_(rows.float() / scales)
-
-
-class Rounded(NamedTuple):
-    """Rows of activations in FP8: codes [R, K] and scales as `quantize_rows` gives them, for the first `num_tokens` rows."""
+class QuantizedRows(NamedTuple):
+    """Activations in FP8: codes [R, K] and scales as `quantize_rows` returns them, of which the first `num_tokens` rows count."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     num_tokens: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the activations
 
 
 @dataclass(frozen=True)
-class Fp8Both(Fp8):
-    """Activations are rounded to E4M3 too, where the card multiplies FP8 by FP8: a GPU from compute capability 8.9 on.
+class Fp8(Scaled):
+    """Codes are E4M3, half the bytes of 16 bits.
 
-    A scale is for a token, or for each group of its inputs where weights have blocks; or the checkpoint's own. Whatever the batch,
-    each product rounds its inputs in the same way, so that a token's answer does not depend on who else is there. Elsewhere, and
-    for experts, activations stay as they are.
+    Activations are rounded to E4M3 too if `activations` is given and the card multiplies FP8 by FP8: a GPU from compute capability
+    8.9 on. Whatever the batch, each product rounds its inputs in the same way, so a token's answer does not depend on the other
+    requests. Elsewhere, and for experts, activations stay as they are.
 
     Attributes:
-        is_static: the checkpoint has a scale for the inputs of each layer.
-        hands_on: a gated product is rounded for the product that follows, which reads nothing else.
+        online: the checkpoint has floats. A layer keeps them, in its own dtype, until all are loaded; then each output gets codes
+            and a scale.
+        activations: where the scales of activations come from. "dynamic": from each token, or each group of its inputs where
+            weights have blocks; "static": from the checkpoint, one for each layer. None: activations stay as they are.
+        rounds_gated: the result of a gated product is rounded for the product that follows, which alone reads it.
     """
 
-    is_static: bool = False
-    hands_on: bool = False
+    online: bool = False
+    activations: str | None = None
+    rounds_gated: bool = False
+
+    codes = torch.float8_e4m3fn
+    code_names = ("F8_E4M3",)
+    random_std = 64.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activations not in ("dynamic", "static", None):
+            raise ValueError(f"activation_scheme {self.activations!r} is not supported: 'dynamic' and 'static' are")
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether the checkpoint has a scale for the inputs of each layer."""
+        return self.activations == "static"
 
     def create(self, layer: LinearBase) -> None:
         super().create(layer)
-        layer.input_scale = None  # type: ignore[assignment]
+        layer.floats = layer.input_scale = None  # type: ignore[assignment]  # floats: only while weights are loaded
         if self.is_static:
             layer.input_scale = torch.empty(len(layer.output_sizes), dtype=torch.float32)
 
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         scales = {"input_scale": cast(torch.Tensor, layer.input_scale).split(1)} if self.is_static else {}
-        return super().weight_views(layer) | scales
+        if not self.online:
+            return super().weight_views(layer) | scales
+        if getattr(layer, "floats", None) is None:
+            layer.floats = torch.empty_like(layer.weight, dtype=layer.dtype)
+        return {"weight": torch.split(cast(torch.Tensor, layer.floats), layer.output_sizes)}
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        return FLOATS if kind == "input_scale" else super().stored(kind)
+        return FLOATS if self.online or kind == "input_scale" else super().stored(kind)
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         is_one = kind == "input_scale" and tensor.numel() == 1
@@ -117,54 +91,69 @@ class Fp8Both(Fp8):
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         if kind == "input_scale":
             tensor.fill_(4 / LARGEST)
+        elif self.online:
+            tensor.normal_(0.0, 0.02, generator=generator)
         else:
             super().fill(kind, tensor, generator)
 
     def loaded(self, layer: LinearBase) -> None:
-        """Layers that were merged read one input, so it gets the largest of their scales."""
+        """Quantize loaded floats: the largest weight of an output becomes the largest code.
+
+        Layers that were merged read one input, so it gets the largest of their scales.
+        """
         super().loaded(layer)
         if self.is_static:
             scales = cast(torch.Tensor, layer.input_scale)
             scales.fill_(scales.amax())
+        if layer.floats is not None:
+            floats, layer.floats = cast(torch.Tensor, layer.floats), None  # type: ignore[assignment]
+            for codes, scales, rows in zip(
+                layer.weight.split(ROWS), layer.scale.split(ROWS), floats.split(ROWS), strict=True
+            ):
+                largest = rows.float().abs().amax(1, keepdim=True)
+                scales.copy_(torch.where(largest > 0, largest / LARGEST, 1.0))
+                codes.copy_(rows.float() / scales)
 
     def group_of(self, inputs: int) -> int | None:
         """Return how many inputs of a token share a scale; None: all."""
         return None if self.block is None or self.block[1] >= inputs else self.block[1]
 
-    def rounds(self, layer: LinearBase, inputs: int) -> bool:
-        """Return whether products with so many inputs are FP8 times FP8: where the card and the kernel have them."""
+    def multiplies_fp8(self, layer: LinearBase, inputs: int) -> bool:
+        """Return whether products with so many inputs are FP8 times FP8: where the card and the kernel can do it."""
+        if self.activations is None or layer.dtype.itemsize != 2 or not layer.weight.is_cuda:
+            return False
         group = self.group_of(inputs)
-        fits = layer.dtype.itemsize == 2 and inputs % 16 == 0 and (group is None or inputs % group == group % 32 == 0)
-        return fits and layer.weight.is_cuda and has_fp8(layer.weight.device) and self.is_aligned(layer)
+        fits = inputs % 16 == 0 and (group is None or inputs % group == group % 32 == 0)
+        return fits and has_fp8(layer.weight.device) and self.is_aligned(layer)
 
     def apply(
         self,
         layer: LinearBase,
-        x: torch.Tensor | Rounded,
+        x: torch.Tensor | QuantizedRows,
         norm_eps: float | None = None,
         gated: bool = False,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As for all linear methods. Inputs that the product before has rounded are multiplied as they are."""
-        if isinstance(x, Rounded):
+        if isinstance(x, QuantizedRows):
             return self.multiply(layer, x, residual)
         return super().apply(layer, x, norm_eps, gated, residual)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Return True where FP8 is multiplied by FP8: the kernel that rounds also norms."""
-        return layer.bias is None and (self.rounds(layer, layer.input_size) or super().fuses(layer, x))
+        """Return True where FP8 is multiplied by FP8, too: the kernel that rounds also norms."""
+        return layer.bias is None and (self.multiplies_fp8(layer, layer.input_size) or super().fuses(layer, x))
 
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        if not self.rounds(layer, layer.input_size):
+        if not self.multiplies_fp8(layer, layer.input_size):
             return super().fused(layer, x, norm_eps, gated, residual)
         from folovllm.electives.quantization.kernels.quant_gemv import can_round, quant_gemv
 
         if not self.is_static and can_round(x, self.group_of(layer.input_size)):
             return quant_gemv(x, self.weight_of(layer), norm_eps, gated, residual, layer.columns, rounds=True)
         y = self.multiply(layer, self.round(layer, x, norm_eps), residual)
-        return y if not gated else self.activate(layer, y)
+        return self.activate(layer, y) if gated else y
 
     def activate(self, layer: LinearBase, gate_up: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up, rounded if the next product wants that."""
@@ -172,35 +161,27 @@ class Fp8Both(Fp8):
         from folovllm.kernels.activation import silu_and_mul
 
         inputs = gate_up.shape[1] // 2
-        if not (self.hands_on and self.rounds(layer, inputs)):
+        if not (self.rounds_gated and self.multiplies_fp8(layer, inputs)):
             return silu_and_mul(gate_up)
-        codes = quantize_rows(gate_up, self.group_of(inputs), gated=True)
-        return cast(torch.Tensor, Rounded(*codes, len(gate_up), gate_up.dtype))
+        rows = quantize_rows(gate_up, self.group_of(inputs), gated=True)
+        return cast(torch.Tensor, QuantizedRows(*rows, len(gate_up), gate_up.dtype))
 
-    def round(self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None = None) -> Rounded:
+    def round(self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None = None) -> QuantizedRows:
         """Return `x` in FP8; with `norm_eps` it is normed first."""
         from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
 
         columns, scale = (cast(torch.Tensor | None, tensor) for tensor in (layer.columns, layer.input_scale))
-        codes = quantize_rows(x, self.group_of(layer.input_size), columns, norm_eps, scale)
-        return Rounded(*codes, len(x), x.dtype)
+        rows = quantize_rows(x, self.group_of(layer.input_size), columns, norm_eps, scale)
+        return QuantizedRows(*rows, len(x), x.dtype)
 
-    def multiply(self, layer: LinearBase, x: Rounded, residual: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, layer: LinearBase, x: QuantizedRows, residual: torch.Tensor | None) -> torch.Tensor:
         """Return x W^T, plus the residual."""
         from folovllm.electives.quantization.kernels.fp8_linear import fp8_product
 
         return fp8_product(x.codes, x.scales, self.weight_of(layer), x.num_tokens, x.dtype, residual)
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if not self.rounds(layer, layer.input_size):
+        if not self.multiplies_fp8(layer, layer.input_size):
             return super().product(layer, x, residual)
         y = self.multiply(layer, self.round(layer, x), residual)
         return y if layer.bias is None else y.add_(layer.bias)
-
-
-def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
-    """Return `x` [T, K] rounded to codes of E4M3, in its own dtype; the largest of a row, or of each `group`, is exact."""
-    parts = x.float().unflatten(1, (-1, group or x.shape[1]))
-    largest = parts.abs().amax(-1, keepdim=True)
-    scale, factor = (torch.where(largest > 0, y, 1.0) for y in (largest / LARGEST, LARGEST / largest))
-    return ((parts * factor).to(torch.float8_e4m3fn).float() * scale).flatten(1).to(x.dtype)

@@ -18,55 +18,53 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its kind
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
 
 
 class Header:
-    """A place in a file's bytes, which moves on; it never passes their end."""
+    """Walks over a file's bytes from the front. Raises ValueError where a step would pass their end."""
 
     def __init__(self, data: mmap) -> None:
         self.data, self.at = data, 0
 
     def skip(self, size: int) -> None:
-        """Move on by `size` bytes. Raises ValueError if the file ends before."""
+        """Move on by `size` bytes."""
         if size > len(self.data) - self.at:
             raise ValueError(f"the file ends within {size} bytes that begin at {self.at}")
         self.at += size
 
     def number(self, code: str = "<Q") -> int:
         """Return the next whole number."""
-        at = self.at
-        self.skip(struct.calcsize(code))
-        return int(struct.unpack_from(code, self.data, at)[0])
+        self.skip(size := struct.calcsize(code))
+        return int(struct.unpack_from(code, self.data, self.at - size)[0])
 
-    def skip_value(self, kind: int) -> None:
-        """Move past a value, or all values of a list. Raises ValueError for a kind that is not known, and for lists of lists."""
+    def skip_value(self, value_type: int) -> None:
+        """Move past a value, or all values of a list. Raises ValueError for an unknown type, and for lists of lists."""
         count = 1
-        if kind == ARRAY:
-            kind, count = self.number("<I"), self.number()
-        if kind == STRING:
-            for _ in range(count):  # each takes some bytes, so that a wrong count ends with the file
+        if value_type == ARRAY:
+            value_type, count = self.number("<I"), self.number()
+        if value_type in SIZES:
+            self.skip(count * SIZES[value_type])
+        elif value_type == STRING:
+            for _ in range(count):  # each takes some bytes, so a wrong count ends with the file
                 self.skip(self.number())
-        elif kind in SIZES:
-            self.skip(count * SIZES[kind])
         else:
-            raise ValueError(f"values of kind {kind} are not supported")
+            raise ValueError(f"values of type {value_type} are not supported")
 
 
-def check_header(file: Path) -> None:
+def check_header(data: mmap) -> None:
     """Raise ValueError unless all counts and lengths in the header fit into the file."""
-    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
-        header = Header(data)
-        header.skip(4)
-        if data[:4] != MAGIC or header.number("<I") not in (2, 3):
-            raise ValueError("it is not a GGUF file of version 2 or 3, or damaged")
-        num_tensors, num_values = header.number(), header.number()
-        for _ in range(num_values):
-            header.skip_value(STRING)
-            header.skip_value(header.number("<I"))
-        for _ in range(num_tensors):
-            header.skip_value(STRING)
-            header.skip(8 * header.number("<I") + 4 + 8)  # sizes, type, and where it begins
+    header = Header(data)
+    header.skip(len(MAGIC))
+    if data[: len(MAGIC)] != MAGIC or header.number("<I") not in (2, 3):
+        raise ValueError("it is not a GGUF file of version 2 or 3, or damaged")
+    num_tensors, num_values = header.number(), header.number()
+    for _ in range(num_values):
+        header.skip_value(STRING)
+        header.skip_value(header.number("<I"))
+    for _ in range(num_tensors):
+        header.skip_value(STRING)
+        header.skip(8 * header.number("<I") + 4 + 8)  # sizes, type, and where it begins
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
@@ -78,7 +76,8 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     from gguf import GGUFReader
 
     with reading(file):
-        check_header(file)
+        with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
+            check_header(data)
         reader = GGUFReader(file)
         if sum(tensor.n_bytes for tensor in reader.tensors) > len(reader.data):
             raise ValueError("tensors overlap")

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 
 from folovllm.electives.quantization import packing
-from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, on_gpu, rows_of
+from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, rows_of
 from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.require import is_whole
 from folovllm.layers.fusable import ALL
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
 
 MULTIPLE = 32  # of inputs that a group has: what a thread of the kernel reads at once
-WHOLE = 128  # inputs that 16 words hold: of shorter groups, tensor cores would have numbers move between threads
+FULL = 128  # inputs that 16 words hold: of shorter groups, tensor cores would have numbers move between threads
 STEPS = 4.6  # standard deviation of random codes
 
 
 @dataclass(frozen=True)
 class Int4(QuantizedLinearMethod):
-    """W is (code - zero) * scale, or code * scale + minimum; a layer keeps a `Grouped`.
+    """W is (code - zero) * scale, or code * scale + minimum; a layer keeps an `Int4Weight`.
 
     Attributes:
         group_size: inputs that share a scale, a multiple of 32; None: all of them.
@@ -52,14 +51,13 @@ class Int4(QuantizedLinearMethod):
     def create(self, layer: LinearBase) -> None:
         """Make words, float32 scales, and zeros."""
         super().create(layer)
-        outputs, groups = sum(layer.output_sizes), layer.input_size // self.group_size_of(layer.input_size)
+        outputs, size = sum(layer.output_sizes), self.group_size_of(layer.input_size)
         words = torch.empty(outputs, layer.input_size // packing.PER_WORD, dtype=torch.int32)
-        kept = Grouped(words, torch.empty(outputs, groups, dtype=torch.float32))
-        layer.grouped = kept  # type: ignore[assignment]  # torch keeps what is no tensor as it is
-        if self.with_zeros:
-            kept.zeros = torch.empty(outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8)
-        if self.order_name:
-            kept.order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
+        scales = torch.empty(outputs, layer.input_size // size, dtype=torch.float32)
+        zeros = torch.empty_like(scales, dtype=torch.float32 if self.with_minimum else torch.uint8)
+        order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
+        weight = QuantizedWeight(words, scales, 1, size, zeros if self.with_zeros else None)
+        layer.int4 = Int4Weight(weight, order if self.order_name else None)  # type: ignore[assignment]  # no tensor
 
     def group_size_of(self, inputs: int) -> int:
         """Return how many inputs share a scale. Raises ValueError where these do not fill a row, or the kernel's reads."""
@@ -73,10 +71,14 @@ class Int4(QuantizedLinearMethod):
 
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Return the rows of each part."""
-        kept = grouped_of(layer)
-        sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
-        places = {name: torch.split(tensor, sizes) for name, tensor in tensors if tensor is not None}
-        return places | ({} if self.order_name is None or kept.order is None else {self.order_name: tuple(kept.order)})
+        weight, order = self.weight_of(layer), int4_of(layer).order
+        tensors = zip(self.names, (weight.weight, weight.scale, weight.zeros), strict=True)
+        views: dict[str, Sequence[torch.Tensor]] = {
+            name: torch.split(tensor, layer.output_sizes) for name, tensor in tensors if tensor is not None
+        }
+        if self.order_name is not None and order is not None:
+            views[self.order_name] = tuple(order)
+        return views
 
     def stored(self, kind: str) -> tuple[str, ...]:
         """Words and zeros are int32, all else floats."""
@@ -117,146 +119,116 @@ class Int4(QuantizedLinearMethod):
     def loaded(self, layer: LinearBase) -> None:
         """Sort the inputs, if the checkpoint has an order; keep scales and zeros in the shortest dtype that holds them."""
         super().loaded(layer)
-        kept = grouped_of(layer)
+        kept = int4_of(layer)
         if self.order_name:
             kept.sort(self.order_name)
-        kept.scales = narrowest(kept.scales)
-        if kept.zeros is not None and self.with_minimum:
-            kept.zeros = narrowest(kept.zeros)
-        elif kept.zeros is not None and (kept.zeros == 8).all():
-            kept.zeros = None
-        if not getattr(layer, "is_stack", False):  # single experts of a stack are unpacked
-            kept.pack_for_library(layer.dtype)
+        weight = self.weight_of(layer)
+        zeros = weight.zeros
+        if zeros is not None and self.with_minimum:
+            zeros = narrowest(zeros)
+        elif zeros is not None and (zeros == 8).all():
+            zeros = None
+        kept.weight = weight = replace(weight, scale=narrowest(weight.scale), zeros=zeros)
+        is_stack = getattr(layer, "is_stack", False)  # of which single experts are unpacked
+        if not is_stack and LibraryWeight.is_supported(weight, layer.dtype):
+            kept.library, kept.weight = LibraryWeight(weight), None
 
     def check_stack(self, layer: LinearBase) -> None:
         """Raise ValueError where parts have their inputs in different orders."""
         if self.order_name:
             raise ValueError("each sorts its inputs in an order of its own (desc_act)")
 
-    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
-        w: torch.Tensor = grouped_of(layer).rows(rows_of(layer.output_sizes, parts)).dequantized(dtype)
-        return w
-
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
-        weight: QuantizedWeight = grouped_of(layer).weight()
+        """Return the weight as kernels read it. There is none where torch's kernel multiplies."""
+        weight = int4_of(layer).weight
+        assert weight is not None
         return weight
 
-    def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        y: torch.Tensor = grouped_of(layer).product(self.folded(layer, x), residual)
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
+        weight, rows = self.weight_of(layer), rows_of(layer.output_sizes, parts)
+        zeros = None if weight.zeros is None else weight.zeros[rows]
+        return dequantized(replace(weight, weight=weight.weight[rows], scale=weight.scale[rows], zeros=zeros), dtype)
+
+    def prepared(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` times what was folded into the weights, in the order of the weights' columns."""
+        x, order = super().prepared(layer, x), int4_of(layer).order
+        return x if order is None else x[:, order]
+
+    def product_without_kernels(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
+        if (library := int4_of(layer).library) is None:
+            return super().product_without_kernels(layer, x)
+        y = library.product(x)
         return y if layer.bias is None else y.add_(layer.bias)
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Return True for few tokens, no bias, and inputs that are not sorted, where kernels multiply."""
+        return int4_of(layer).order is None and super().fuses(layer, x)
 
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
         from folovllm.electives.quantization.kernels.int4_linear import int4_linear
-        from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv, serves
+        from folovllm.electives.quantization.kernels.quant_gemv import is_supported
 
         w = self.weight_of(layer)
-        if x.itemsize == 2 and w.columns % WHOLE == 0 and serves(x):
-            return quant_gemv(x, w, norm_eps, gated, residual, layer.columns)
+        if x.itemsize == 2 and w.columns % FULL == 0 and is_supported(x):
+            return super().fused(layer, x, norm_eps, gated, residual)
         return int4_linear(x, w.weight, w.scale, w.zeros, norm_eps, gated, residual, layer.columns)
-
-    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Return True on a GPU for few tokens, no bias, and inputs that are not sorted."""
-        if layer.bias is not None or grouped_of(layer).order is not None or not on_gpu(x):
-            return False
-        from folovllm.electives.quantization.kernels.quant_gemv import FEW
-
-        return len(x) in FEW
 
 
 @dataclass(slots=True)
-class Grouped:
-    """W [outputs, inputs] is (code - zero) * scale, or code * scale + minimum.
+class Int4Weight:
+    """The 4-bit weight that a layer keeps, in one layout for all checkpoints.
 
     Attributes:
-        words: [outputs, inputs / 8] int32, in the order of `packing.pack_planes`. None where `library` has them.
-        scales: [outputs, groups], in the shortest floats that hold them.
-        zeros: [outputs, groups]: codes, uint8; or minimums, floats. None: all are 8.
+        weight: as kernels read it. None where `library` has it.
         order: [inputs], or None: the input that W's first column is for, its second, ...
-        library: the weight as torch's kernel on CPU takes it.
+        library: as torch's kernel on CPU takes it.
     """
 
-    words: torch.Tensor | None
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
+    weight: QuantizedWeight | None
     order: torch.Tensor | None = None
     library: LibraryWeight | None = None
-
-    def codes(self) -> torch.Tensor:
-        """Return the codes [outputs, inputs] uint8, with columns in the order of `order`."""
-        assert self.words is not None
-        return packing.unpack_planes(self.words, self.group_size)
-
-    @property
-    def group_size(self) -> int:
-        """Return how many inputs share a scale."""
-        assert self.words is not None
-        return packing.PER_WORD * self.words.shape[1] // self.scales.shape[1]
 
     def sort(self, name: str) -> None:
         """Sort the inputs by group. Before, `order` [parts, inputs] is the group of each; afterwards it is the order, or None.
 
         Raises:
-            ValueError: parts of a merged layer differ, or groups have different sizes; `name` is that of the tensor.
+            ValueError: parts of a merged layer differ; `name` is that of the tensor.
         """
-        assert self.order is not None
+        assert self.order is not None and self.weight is not None
+        if (self.order != self.order[0]).any():
+            raise ValueError(f"{name} differs between layers that are merged here, which is not supported")
         order = self.order[0].argsort(stable=True)
-        by_group = torch.arange(len(order), device=order.device) // self.group_size
-        if (self.order[:, order] != by_group).any():
-            raise ValueError(
-                f"{name} does not put {self.group_size} inputs into each group, the same for all parts of a merged layer: "
-                "such checkpoints are not supported"
-            )
-        self.words = packing.pack_planes(self.codes()[:, order], self.group_size)
+        words = packing.pack_planes(codes_of(self.weight)[:, order], self.weight.columns)
+        self.weight = replace(self.weight, weight=words)
         self.order = None if (order[1:] > order[:-1]).all() else order
 
-    def pack_for_library(self, dtype: torch.dtype) -> None:
-        """Pack the weight for torch's kernel, where that is faster. `dtype` is that of activations."""
-        if self.scales.device.type == "cpu" and LibraryWeight.serves(len(self.scales), self.group_size, dtype):
-            self.library = LibraryWeight(self.codes(), *self.scales_and_minimums())
-            self.words = None
 
-    def rows(self, rows: slice) -> Grouped:
-        """Return views of some of W's rows."""
-        assert self.words is not None
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, words=self.words[rows], scales=self.scales[rows], zeros=zeros)
-
-    def scales_and_minimums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two tensors [outputs, groups] float32: W is code * scale + minimum. Both are exact, since codes are small."""
-        scales = self.scales.float()
-        if self.zeros is None:
-            return scales, -8 * scales
-        zeros = self.zeros.float()
-        return scales, zeros if self.zeros.is_floating_point() else -zeros * scales
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return W in `dtype`, computed in float32 and rounded once."""
-        scales, minimums = self.scales_and_minimums()
-        codes = self.codes().float().unflatten(1, (scales.shape[1], -1))  # [outputs, groups, group_size]
-        return codes.mul_(scales[..., None]).add_(minimums[..., None]).flatten(1).to(dtype)
-
-    def product(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x W^T, [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one."""
-        if self.order is not None:
-            x = x[:, self.order]
-        if on_gpu(x):
-            from folovllm.electives.quantization.kernels.quant_matmul import multiply
-
-            return multiply(x, self.weight(), residual)
-        y = F.linear(x, self.dequantized(x.dtype)) if self.library is None else self.library.product(x)
-        return y if residual is None else residual.add_(y)
-
-    def weight(self) -> QuantizedWeight:
-        """Return the weight as kernels read it."""
-        assert self.words is not None
-        return QuantizedWeight(self.words, self.scales, 1, self.group_size, self.zeros)
-
-
-def grouped_of(layer: LinearBase) -> Grouped:
+def int4_of(layer: LinearBase) -> Int4Weight:
     """Return what `create` gave the layer."""
-    return cast(Grouped, layer.grouped)
+    return cast(Int4Weight, layer.int4)
+
+
+def codes_of(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the codes [outputs, inputs] uint8, with columns in the order of the words."""
+    return packing.unpack_planes(weight.weight, weight.columns)
+
+
+def scales_and_minimums(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors [outputs, groups] float32: W is code * scale + minimum. Both are exact, since codes are small."""
+    scales = weight.scale.float()
+    if weight.zeros is None:
+        return scales, -8 * scales
+    zeros = weight.zeros.float()
+    return scales, zeros if weight.zeros.is_floating_point() else -zeros * scales
+
+
+def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Return W in `dtype`, computed in float32 and rounded once."""
+    scales, minimums = scales_and_minimums(weight)
+    codes = codes_of(weight).float().unflatten(1, (scales.shape[1], -1))  # [outputs, groups, group_size]
+    return codes.mul_(scales[..., None]).add_(minimums[..., None]).flatten(1).to(dtype)
 
 
 class LibraryWeight:
@@ -265,10 +237,11 @@ class LibraryWeight:
     In other dtypes that kernel is slower than unpacking the codes.
     """
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> None:
-        """Pack codes [outputs, inputs] and the numbers of each group. The kernel's W is (code - 8) * scale + minimum."""
-        self.group_size = codes.shape[1] // scales.shape[1]
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    def __init__(self, weight: QuantizedWeight) -> None:
+        """Repack the weight. The kernel's W is (code - 8) * scale + minimum."""
+        scales, minimums = scales_and_minimums(weight)
+        self.group_size = weight.columns
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_of(weight).int(), 1)
         scales = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1)  # [groups, outputs, 2]
         self.scales = scales.to(torch.bfloat16).contiguous()
 
@@ -280,9 +253,10 @@ class LibraryWeight:
         return y
 
     @staticmethod
-    def serves(outputs: int, group_size: int, dtype: torch.dtype) -> bool:
-        """Return whether the kernel takes such weights, and is fast."""
-        return dtype == torch.bfloat16 and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
+    def is_supported(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+        """Return whether the kernel takes such a weight on its device, for activations of `dtype`, and is fast."""
+        is_fast = weight.scale.device.type == "cpu" and dtype == torch.bfloat16
+        return is_fast and len(weight.scale) % 16 == 0 and weight.columns in (32, 64, 128, 256)
 
 
 def narrowest(numbers: torch.Tensor) -> torch.Tensor:

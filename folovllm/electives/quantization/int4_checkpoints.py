@@ -108,6 +108,14 @@ class SortedGptq(Gptq):
     def stored(self, kind: str) -> tuple[str, ...]:
         return ("I32",) if kind == "g_idx" else super().stored(kind)
 
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Raise ValueError unless `g_idx` puts as many inputs into each group."""
+        if kind == "g_idx":
+            size = self.group_size_of(tensor.numel())
+            if not torch.equal(tensor.flatten().sort().values.cpu(), torch.arange(tensor.numel()) // size):
+                raise ValueError(f"it does not put {size} inputs into each group: such checkpoints are not supported")
+        return super().repack(kind, tensor, shape)
+
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         """Leave `g_idx` whole: inputs in no particular order are needed by all ranks."""
         return tensor[:] if kind == "g_idx" else super().shard(kind, tensor, cut)

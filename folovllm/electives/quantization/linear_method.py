@@ -1,4 +1,4 @@
-"""The base class of all linear methods of quantized weights: factors of the inputs, and the product of experts."""
+"""The base class of all linear methods of quantized weights: which kernel multiplies, and what was folded into the weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from folovllm.layers.fusable import ALL, FusableLinearMethod
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class QuantizedLinearMethod(FusableLinearMethod):
-    """Quantized weights. What is folded into them cannot change the codes, so it is kept: `layer.columns`, factors of `x` [inputs] or None."""
+    """Quantized weights, which kernels read as a `QuantizedWeight`.
+
+    Factors of the inputs cannot be folded into quantized weights. They are kept: `layer.columns` [inputs], or None.
+    """
 
     def create(self, layer: LinearBase) -> None:
         layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
@@ -27,27 +31,61 @@ class QuantizedLinearMethod(FusableLinearMethod):
         layer.columns = None
 
     def can_fold(self, layer: LinearBase) -> bool:
-        """Return False with a bias, and in float16, as plain weights do."""
+        """Return False with a bias, and in float16, as unquantized weights do."""
         return layer.bias is None and layer.dtype != torch.float16
 
     def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
         """Keep the factors; every product multiplies its `x` by them."""
         layer.columns = scale.clone() if layer.columns is None else layer.columns * scale
 
+    def prepared(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` as the weights take it: times what was folded into them."""
+        return x if layer.columns is None else x * layer.columns
+
     @abstractmethod
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
         """Return the weight as kernels read it. Works after `check_stack`."""
 
-    def check_stack(self, layer: LinearBase) -> None:
-        """Raise ValueError unless the parts of `layer` can be used one by one, as experts are. This one always raises.
-
-        The message completes a sentence of the caller.
-        """
-        raise ValueError(f"{type(self).__name__} does not unpack a part of a layer")
-
+    @abstractmethod
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
-        """W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy. Works after `check_stack`."""
-        raise NotImplementedError(f"{type(self).__name__} does not unpack")
+        """Return W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy. Works after `check_stack`."""
+
+    @abstractmethod
+    def check_stack(self, layer: LinearBase) -> None:
+        """Raise ValueError unless the parts of `layer` can be used one by one, as experts are. The message completes a sentence."""
+
+    def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Return whether a kernel multiplies."""
+        return on_gpu(x)
+
+    def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.prepared(layer, x)
+        if not self.has_kernels(layer, x):
+            y = self.product_without_kernels(layer, x)
+            return y if residual is None else residual.add_(y)
+        from folovllm.electives.quantization.kernels.quant_matmul import multiply
+
+        y = multiply(x, self.weight_of(layer), residual)
+        return y if layer.bias is None else y.add_(layer.bias)
+
+    def product_without_kernels(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b by torch alone."""
+        return F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Return True for few tokens and no bias, where kernels multiply."""
+        if layer.bias is not None or not self.has_kernels(layer, x):
+            return False
+        from folovllm.electives.quantization.kernels.quant_gemv import FEW
+
+        return len(x) in FEW
+
+    def fused(
+        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
+
+        return quant_gemv(x, self.weight_of(layer), norm_eps, gated, residual, layer.columns)
 
     def grouped_product(
         self,
@@ -59,13 +97,10 @@ class QuantizedLinearMethod(FusableLinearMethod):
         gated: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Multiply each token by the matrices of its experts, which are the parts of `layer` (`moe.quantized`)."""
         from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
 
         return grouped_quant(x, self.weight_of(layer), num_experts, order, starts, gated, out)
-
-    def folded(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` times what was folded into the weights."""
-        return x if layer.columns is None else x * layer.columns
 
 
 class StoredView:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, StoredView, on_gpu, rows_of
+from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, StoredView, rows_of
 from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.require import is_whole
 from folovllm.layers.fusable import ALL
@@ -44,7 +43,7 @@ class Scaled(QuantizedLinearMethod):
 
     codes: ClassVar[torch.dtype]
     code_names: ClassVar[tuple[str, ...]]  # the dtype as safetensors call it
-    spread: ClassVar[float]  # standard deviation of made-up codes
+    random_std: ClassVar[float]  # standard deviation of made-up codes
     # Activations stay as they are, and codes of which zero is zero need none to be named.
     ignores: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "weight_zero_point")
 
@@ -91,11 +90,11 @@ class Scaled(QuantizedLinearMethod):
         return tensor[:, None] if len(tensor.shape) == 1 else tensor
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Make up codes with a standard deviation of `spread`, and scales that bring it to 0.02."""
+        """Make up codes with a standard deviation of `random_std`, and scales that bring it to 0.02."""
         if kind == self.scale_name:
-            tensor.fill_(0.02 / self.spread)
+            tensor.fill_(0.02 / self.random_std)
         elif kind == "weight":
-            drawn = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, self.spread, generator=generator)
+            drawn = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, self.random_std, generator=generator)
             tensor.copy_(drawn.clamp_(-127, 127))
         else:
             super().fill(kind, tensor, generator)
@@ -119,34 +118,17 @@ class Scaled(QuantizedLinearMethod):
             return tensor[:] if tensor.shape else tensor[...]
         return cut(StoredView(tensor, self.block or (1, 1)))
 
-    def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.folded(layer, x)
-        if not self.has_kernels(layer, x):
-            y = F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
-            return y if residual is None else residual.add_(y)
-        from folovllm.electives.quantization.kernels.quant_matmul import multiply
-
-        y = multiply(x, self.weight_of(layer), residual)
-        return y if layer.bias is None else y.add_(layer.bias)
-
-    def fused(
-        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
-    ) -> torch.Tensor:
-        from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
-
-        return quant_gemv(x, self.weight_of(layer), norm_eps, gated, residual, layer.columns)
-
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Return True for few tokens and no bias, on a card whose tensor cores serve few tokens."""
-        if layer.bias is not None or not self.has_kernels(layer, x):
+        """Return True for few tokens and no bias, on a card whose tensor cores can take few tokens."""
+        if not super().fuses(layer, x):
             return False
-        from folovllm.electives.quantization.kernels.quant_gemv import FEW, serves
+        from folovllm.electives.quantization.kernels.quant_gemv import is_supported
 
-        return len(x) in FEW and serves(x)
+        return is_supported(x)
 
     def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Return whether a kernel multiplies: on a GPU, where it can read the scales."""
-        return self.is_aligned(layer) and on_gpu(x)
+        return self.is_aligned(layer) and super().has_kernels(layer, x)
 
     def is_aligned(self, layer: LinearBase) -> bool:
         """Return whether a kernel can read the scales: blocks are multiples of 16 inputs, and none crosses two parts of the layer."""
@@ -185,7 +167,7 @@ class Int8(Scaled):
 
     codes = torch.int8
     code_names = ("I8",)
-    spread = 32.0
+    random_std = 32.0
 
 
 @dataclass(frozen=True)
@@ -198,8 +180,8 @@ class PackedInt8(Int8):
         """Codes are seen in fours."""
         if layer.input_size % 4:
             raise ValueError(f"packed weights of 8 bits need a multiple of 4 inputs, not {layer.input_size}")
-        places = super().weight_views(layer)
-        return {"weight_packed": [part.view(torch.int32) for part in places.pop("weight")], **places}
+        views = super().weight_views(layer)
+        return {"weight_packed": [part.view(torch.int32) for part in views.pop("weight")], **views}
 
     def stored(self, kind: str) -> tuple[str, ...]:
         return ("I32",) if kind == "weight_packed" else super().stored(kind)

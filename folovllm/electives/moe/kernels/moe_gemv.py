@@ -54,12 +54,12 @@ def moe_gemv_kernel(
 
 
 def is_supported(num_pairs: int, num_experts: int) -> bool:
-    """Whether the pairs are so few that `moe_gemv` is the product to take."""
+    """Return whether the pairs are so few that `moe_gemv` is the fastest product."""
     return num_pairs * SPARSE <= num_experts
 
 
 def kernel_config(row_bytes: int) -> tuple[int, int, int]:
-    """(warps, rows, elements of 4 bytes that are read at a time) of a program; gate and up together are one row here.
+    """Return (warps, rows, elements of 4 bytes that are read at a time) of a program; gate and up together are one row here.
 
     As many rows as PROGRAM_BYTES has room for, a power of two, and so many warps that a thread reads 128 bytes. Warps that
     are more than the rows share them.

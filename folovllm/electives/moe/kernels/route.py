@@ -140,13 +140,8 @@ def choose(
     tokens = min(tokens, max(1, CHUNK_PAIRS // choices))
     num_chunks = triton.cdiv(num_tokens, tokens)
     counts = order if alone else torch.empty(num_chunks, width, dtype=torch.int16, device=logits.device)
-    shape = {
-        "WIDTH": width,
-        "TOP_K": top_k,
-        "CHOICES": choices,
-        "TOKENS": tokens,
-        **launch_options(logits.device, num_tokens),
-    }
+    shape = {"WIDTH": width, "TOP_K": top_k, "CHOICES": choices, "TOKENS": tokens}
+    shape |= launch_options(logits.device, num_tokens)
     choose_kernel[(num_chunks,)](
         logits, weights, experts, order, starts, counts, num_tokens, held.start, len(held), E=num_experts,
         NORMALISE=normalise, ALONE=alone, num_warps=min(8, tokens), **shape,

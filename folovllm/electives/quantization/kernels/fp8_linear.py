@@ -76,7 +76,7 @@ def fp8_linear_kernel(
     store_sum(acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS, SPLIT, RESIDUAL)
 
 
-def tile_for(num_tokens: int, rows: int, width: int, group: int, fetched: bool) -> dict[str, int]:
+def kernel_config(num_tokens: int, rows: int, width: int, group: int, fetched: bool) -> dict[str, int]:
     """Return tokens, outputs and inputs of a program's tile, its warps, how many tiles are on their way, and programs that a
     multiprocessor should have.
 
@@ -104,7 +104,7 @@ def fp8_linear(
     `residual` [T, outputs] is added. Sums of a tile of inputs are the tensor cores', those of tiles are float32.
     """
     num_tokens, (rows, width), fetched = len(out), weight.weight.shape, capability_of(codes.device) >= 90
-    tile = tile_for(num_tokens, rows, width, weight.columns, fetched)
+    tile = kernel_config(num_tokens, rows, width, weight.columns, fetched)
     row_tiles, programs = triton.cdiv(rows, tile["BN"]), tile.pop("per_sm") * num_sms(codes.device)
     most = max(1, width // (2 * tile["BK"]))
     parts = num_parts(row_tiles * token_tiles(num_tokens, tile["BM"]), programs, most)
@@ -132,7 +132,7 @@ def fp8_product(
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product [num_tokens, outputs] in `dtype`; added to `residual`, which may be written over, where there is one.
+    """Return the product [num_tokens, outputs] in `dtype`; added to `residual`, which may be written over, where there is one.
 
     For many tokens it is the library's, whose own sums of FP8 (`use_fast_accum`) keep fewer bits than float32: the product is
     off by 0.2 to 0.3% instead of 0.17%, which is what rounding it to bfloat16 costs, and takes 0.8 of the time.
@@ -149,7 +149,7 @@ def fp8_product(
 
 
 def is_supported(weight: QuantizedWeight) -> bool:
-    """Whether the library multiplies such weights by activations in FP8.
+    """Return whether the library multiplies such weights by activations in FP8.
 
     Blocks only on Hopper and from CUDA 12.9 on; it reads their scales in fours along the inputs.
     """

@@ -79,7 +79,7 @@ def grouped_quant(
             f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
         )
     kind, group = kind_of(weight.weight), min(weight.columns, k)
-    shape = tiles(num_pairs // num_experts, k, group, kind, x.dtype, gated, capability_of(x.device))
+    shape = kernel_config(num_pairs // num_experts, k, group, kind, x.dtype, gated, capability_of(x.device))
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (shape["TILE_M"] - 1)) // shape["TILE_M"]
     grouped_quant_kernel[(triton.cdiv(n, shape["TILE_N"]), num_tiles)](
         x, weight.stored, weight.scale, weight.zeros, order, starts, out, n, EXPONENT, K=k, E=num_experts,
@@ -89,9 +89,10 @@ def grouped_quant(
     return out
 
 
-def tiles(each: int, k: int, group: int, kind: str, dtype: torch.dtype, gated: bool, capability: int) -> dict[str, int]:
-    """Tiles of pairs, of outputs and of inputs; warps and stages. By the pairs `each` expert has when all have the same
-    number.
+def kernel_config(
+    each: int, k: int, group: int, kind: str, dtype: torch.dtype, gated: bool, capability: int
+) -> dict[str, int]:
+    """Return tiles of pairs, of outputs and of inputs, warps and stages, by the pairs of an expert (`each`) if all have as many.
 
     A tile of 8 bits lies within a group, for the sums of a group take its scale; one of words has at least the 16 that the
     tensor cores take at a time. A gated product keeps two sums, so its tiles are half as wide, and more so where both

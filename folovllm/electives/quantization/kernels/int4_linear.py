@@ -184,8 +184,8 @@ REGISTERS = 80  # of weights, in each thread
 MANY_ROWS = 4096
 
 
-def tiling(num_tokens: int, num_rows: int, width: int, gated: bool) -> tuple[int, int, int]:
-    """(warps, outputs, quads of a row that are read at a time) of a program.
+def kernel_config(num_tokens: int, num_rows: int, width: int, gated: bool) -> tuple[int, int, int]:
+    """Return (warps, outputs, quads of a row that are read at a time) of a program.
 
     Eight lines share each piece of `x`; fewer where eight would leave too few programs, or too few registers to the sums
     of more tokens. As many warps share the lines as REGISTERS asks for, and each thread reads a quad at a time.
@@ -217,7 +217,7 @@ def int4_linear(
     num_tokens, width = x.shape
     rows = len(words) // 2 if gated else len(words)
     out = x.new_empty(num_tokens, rows)
-    num_warps, per_program, quads = tiling(num_tokens, rows, width, gated)
+    num_warps, per_program, quads = kernel_config(num_tokens, rows, width, gated)
     int4_linear_kernel[(triton.cdiv(rows, per_program),)](
         x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         EXPONENT, K=width, GROUP=width // scales.shape[1], NORM=norm_eps is not None, GATED=gated, RESIDUAL=residual is not None,

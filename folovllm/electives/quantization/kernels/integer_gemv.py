@@ -17,7 +17,7 @@ largest are exact; what is smaller is off by 2^-21 of the largest at most.
 
 That is the largest of what one warp has in a part: 384 inputs (4 bits) or 640 (8 bits) at most. If it is an outlier, the
 others are less exact: at 2^-14 of it a number is off by twice what bfloat16 has rounded it by, at 2^-16 by eight times.
-That shows where the outlier's weight is zero. But a quantiser has rounded that weight, by up to half a code; and all those
+That shows where the outlier's weight is zero. But a quantizer has rounded that weight, by up to half a code; and all those
 inputs together, with the largest codes and every error of one sign, are off by 640 * 128 * 2^-21 = 0.04 of a code times the
 outlier.
 """
@@ -295,27 +295,27 @@ REGISTERS = {"int4": (-16, 48), "int8": (64, 13)}
 INPUTS = {"int4": 128, "int8": 64}  # of a tile
 
 
-def tiles_of(width: int, kind: str) -> int:
-    """Tiles of a part of a row."""
+def num_tiles(width: int, kind: str) -> int:
+    """Return how many tiles a part of a row has."""
     return triton.cdiv(width, INPUTS[kind] * PARTS.value)
 
 
-def takes(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
-    """Whether `integer_gemv` is for these: one token of 16 bits, groups of whole tiles, and rows that are not too long."""
+def can_handle(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
+    """Return whether `integer_gemv` can multiply these, and is fast: one token of 16 bits, groups of whole tiles, and rows that are not too long."""
     num_tokens, width = x.shape
     if kind not in INPUTS or x.itemsize != 2 or num_tokens > 1:
         return False
     has_tiles = block[1] % INPUTS[kind] == 0 or (kind == "int8" and block[1] >= width)
-    return has_tiles and tiles_of(width, kind) <= MOST_WARPS * MOST_TILES[kind]
+    return has_tiles and num_tiles(width, kind) <= MOST_WARPS * MOST_TILES[kind]
 
 
-def tile_of(lines: int, width: int, kind: str, num_sms: int) -> dict[str, int]:
-    """SPLITS (which are warps) and TIMES of a program, and the most registers of a thread (`maxnreg`).
+def kernel_config(lines: int, width: int, kind: str, num_sms: int) -> dict[str, int]:
+    """Return SPLITS (which are warps) and TIMES of a program, and the most registers of a thread (`maxnreg`).
 
     All programs should be on the card's multiprocessors (`num_sms` of them) at once: those for which there is no room at
     first take as long again. What they need is registers, for the words and `x` of their tiles.
     """
-    tiles = tiles_of(width, kind)
+    tiles = num_tiles(width, kind)
     splits = min(MOST_WARPS, triton.next_power_of_2(triton.cdiv(tiles, TILES[kind])))
     each = triton.cdiv(tiles, splits)
     base, for_tile = REGISTERS[kind]
@@ -337,7 +337,7 @@ def integer_gemv(
     width, words, kind = x.shape[1], weight.weight.view(torch.int32), kind_of(weight.weight)
     rows = len(words) // (1 + gated)
     out = x.new_empty(1, rows)
-    tile = tile_of(len(words), width, kind, num_sms(x.device))
+    tile = kernel_config(len(words), width, kind, num_sms(x.device))
     integer_gemv_kernel[(triton.cdiv(rows, 16 // PARTS.value // (1 + gated) * tile["TIMES"]),)](
         x, words, weight.scale, weight.zeros, columns, out if residual is None else residual, out, rows, norm_eps or 0.0,
         FLIP, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns, KIND=kind, NORM=norm_eps is not None, GATED=gated,

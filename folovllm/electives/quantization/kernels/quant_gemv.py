@@ -42,7 +42,7 @@ from folovllm.electives.quantization.kernels.gemv_tiles import (
     sum_parts,
 )
 from folovllm.electives.quantization.kernels.int4_linear import EXPONENT
-from folovllm.electives.quantization.kernels.integer_gemv import integer_gemv, takes
+from folovllm.electives.quantization.kernels.integer_gemv import can_handle, integer_gemv
 from folovllm.electives.quantization.weight import QuantizedWeight, kind_of
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.skinny_linear import append
@@ -119,21 +119,18 @@ def quant_gemv_kernel(
             words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
 
 
-def serves(x: torch.Tensor) -> bool:
-    """Whether the device of `x` keeps such a product in registers: compute capability 8.0 or later, or an interpreter."""
+def is_supported(x: torch.Tensor) -> bool:
+    """Return whether the device of `x` keeps such a product in registers: compute capability 8.0 or later, or an interpreter."""
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def can_round(x: torch.Tensor, group: int | None) -> bool:
-    """Whether `quant_gemv` rounds these and is the fastest way: one token, since every program rounds all of its inputs anew."""
-    return len(x) == 1 and x.shape[1] <= MOST_ROUNDED and group in (None, 128) and serves(x)
+    """Return whether `quant_gemv` rounds `x` and is the fastest way: one token, since every program rounds all inputs."""
+    return len(x) == 1 and x.shape[1] <= MOST_ROUNDED and group in (None, 128) and is_supported(x)
 
 
-MOST_ROUNDED = 8192  # inputs
 FEW = (1, 2, 4)  # tokens; above, `quant_matmul` is faster
-MOST_ROUNDED = (
-    8192  # inputs: each program rounds all, and of longer rows `fp8_linear` and a kernel that rounds are faster
-)
+MOST_ROUNDED = 8192  # inputs: every program rounds them all, and for longer rows a kernel that rounds once is faster
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
 PROGRAMS = 600
@@ -141,8 +138,8 @@ MOST_TIMES = 4  # groups of lines of a program: they are unrolled, and eight too
 MOST_BYTES = 320  # of a row, in a part of a warp, where `x` stays in registers
 
 
-def tile_of(num_tokens: int, rows: int, row_bytes: int, group_bytes: int, halves: bool) -> dict[str, int]:
-    """PARTS, SPLITS (which are warps), WORDS, TIMES and HALVES of a program, for rows of so many bytes, and groups that share a scale.
+def kernel_config(num_tokens: int, rows: int, row_bytes: int, group_bytes: int, halves: bool) -> dict[str, int]:
+    """Return PARTS, SPLITS (which are warps), WORDS, TIMES and HALVES of a program, for rows of so many bytes, and groups that share a scale.
 
     As many parts as leave a column to each token, but four rows. As many warps as REGISTERS asks for; two at least where
     the sums of four tokens take registers too. If `x` becomes float16, each part of a warp has up to MOST_BYTES; and so that
@@ -177,7 +174,7 @@ def quant_gemv(
             Where `can_round` says so.
     """
     words, block, kind = weight.weight.view(torch.int32), (weight.rows, weight.columns), kind_of(weight.weight)
-    if takes(x, block, kind):
+    if can_handle(x, block, kind):
         return integer_gemv(x, weight, norm_eps, gated, residual, columns)
     num_tokens, width = x.shape
     rows = len(words) // (1 + gated)
@@ -185,7 +182,7 @@ def quant_gemv(
     row_bytes = 4 * words.shape[1]
     has_groups = block[1] < width or kind == "int4"
     halves = rounds or (kind == "fp8" and num_tokens == 1 and x.itemsize == 2)
-    tile = tile_of(num_tokens, len(words), row_bytes, row_bytes * block[1] // width if has_groups else 64, halves)
+    tile = kernel_config(num_tokens, len(words), row_bytes, row_bytes * block[1] // width if has_groups else 64, halves)
     quant_gemv_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
         x, words, weight.scale, weight.zeros, columns, out if residual is None else residual, out, x.stride(0), rows,
         norm_eps or 0.0, EXPONENT, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,

@@ -224,8 +224,8 @@ def unpack_kernel(
     tl.store(out_ptr + row * K + k, weights.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def tiles(num_tokens: int, width: int, group: int, kind: str, itemsize: int, capability: int) -> dict[str, int]:
-    """Tokens, outputs and inputs of a program's tile, its warps, how many tiles are on their way, and programs that there
+def kernel_config(num_tokens: int, width: int, group: int, kind: str, itemsize: int, capability: int) -> dict[str, int]:
+    """Return tokens, outputs and inputs of a program's tile, its warps, how many tiles are on their way, and programs that there
     should be: of 8 bits what was fastest on an H200, of 4 bits chosen by registers and memory.
 
     With few tokens a program has few outputs, so that there are enough programs to keep the memory busy, and each asks for
@@ -258,7 +258,7 @@ def quant_matmul(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tenso
     num_tokens, width = x.shape
     rows, kind = len(weight.weight), kind_of(weight.weight)
     out = x.new_empty(num_tokens, rows)
-    shape = tiles(num_tokens, width, weight.columns, kind, x.itemsize, capability_of(x.device))
+    shape = kernel_config(num_tokens, width, weight.columns, kind, x.itemsize, capability_of(x.device))
     row_tiles, programs = triton.cdiv(rows, shape["BN"]), shape.pop("programs")
     most = width // (4 * shape["BK"])  # four tiles are worth a program
     parts = num_parts(row_tiles * token_tiles(num_tokens, shape["BM"]), programs, most)
@@ -273,7 +273,7 @@ def quant_matmul(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tenso
 
 
 def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """W [outputs, inputs] in `dtype`."""
+    """Return W [outputs, inputs] in `dtype`."""
     (rows, elements), kind = weight.weight.shape, kind_of(weight.weight)
     width, lines, block = (8 if kind == "int4" else 1) * elements, 8, 512
     if kind == "int4" and weight.columns == GROUP:

@@ -75,7 +75,7 @@ def quantize_rows(
     static: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [T, K], times `columns` [K], as codes of E4M3 and float32 scales: code * scale is about x.
+    """Return `x` [T, K], times `columns` [K], as codes of E4M3 and float32 scales: code * scale is about x.
 
     The largest of a row, or of each `group` of its inputs, a divisor of K, becomes the largest code. So codes of a token
     depend on that token alone. Codes are [R, K], where R is T rounded up to MULTIPLE; scales [R, 1], or [R, K / group], of

@@ -1,1 +1,1 @@
-"""Weights in few bits: how numbers become codes, and who chooses the codes."""
+"""The quantizer, `folovllm quantize`: GPTQ, AWQ, and rounding to FP8 and INT8."""

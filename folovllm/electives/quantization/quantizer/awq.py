@@ -19,7 +19,7 @@ CLIPS = tuple(1 - step / 20 for step in range(10))  # a group's largest weight m
 
 
 def output_error(error: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """The mean square by which outputs change: for an error [outputs, inputs] of the weights, [outputs].
+    """Return the mean square by which outputs change: for an error [outputs, inputs] of the weights, [outputs].
 
     With gram = x^T x / T this is the mean of (error x)^2 over the calibration's tokens, without a look at them again.
     """

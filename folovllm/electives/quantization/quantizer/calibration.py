@@ -1,4 +1,4 @@
-"""A text for the quantiser: most of it shows what inputs look like, the end of it is kept for the perplexity."""
+"""A text for the quantizer: most of it shows what inputs look like, the end of it is kept for the perplexity."""
 
 from __future__ import annotations
 
@@ -8,44 +8,39 @@ from typing import Any
 
 import torch
 
+from folovllm.models.files import reading
+
 KEPT = 5  # one text in so many is for the perplexity alone
 
 
 def read_texts(file: Path) -> list[str]:
-    """The texts of a file of JSON lines, each an object with a "text" or a text itself; empty ones do not count.
+    """Return the texts of a file of JSON lines, each an object with a "text" or a text itself; empty ones do not count.
 
     Raises:
         ValueError: the file cannot be read, or a line is something else (the sentence names it).
     """
-    try:
+    texts = []
+    with reading(f"the calibration text {file}"):
         # Other ends of lines may stand in a JSON text as they are.
         lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the calibration text {file}: {error}") from error
-    texts = [text_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            with reading(f"the calibration text {file}, line {number}"):
+                content = json.loads(line)
+                text = content.get("text") if isinstance(content, dict) else content
+                if not isinstance(text, str):
+                    raise ValueError('expected {"text": "..."} or a text in quotes')
+                text.encode()  # half a character (a lone surrogate) has no bytes
+                texts.append(text)
     if not any(texts):
         raise ValueError(f'{file} holds no text: write a JSON object with a "text" on each line')
     return [text for text in texts if text]
 
 
-def text_of(line: str, where: str) -> str:
-    """The text of one line. Raises ValueError, which begins with `where`, if there is none."""
-    try:
-        said = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {error}") from error
-    text = said.get("text") if isinstance(said, dict) else said
-    if not isinstance(text, str):
-        raise ValueError(f'{where}: expected {{"text": "..."}} or a text in quotes')
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError(f"{where} holds half a character (a lone surrogate), which has no bytes: take it out")
-    return text
-
-
 def split_rows(
     texts: list[str], tokenizer: Any, samples: int, length: int, end_id: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of tokens to calibrate with [n, length], at most `samples`; and others [m, length] that only measure.
+    """Return rows of tokens to calibrate with [n, length], at most `samples`; and others [m, length] that only measure.
 
     The last fifth of the texts measures. Each part is joined, with `end_id` behind each text, and cut into rows.
 

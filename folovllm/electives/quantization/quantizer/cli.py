@@ -29,7 +29,6 @@ def quantize(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
-    per_channel: Annotated[bool, typer.Option("--per-channel", hidden=True)] = False,  # of the release before
     **given: Any,
 ) -> None:
     """Write a model with fewer bits, for this engine, vLLM and transformers.
@@ -42,8 +41,6 @@ def quantize(
     from folovllm.config import DEFAULT_MODEL
     from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 
-    if per_channel:
-        raise ValueError("fp8 always has a scale for each output now: leave --per-channel out")
     if out is None:
         raise ValueError("name the folder to write: -o DIR")
     if "format" not in (chosen := pick(given, QuantizeOptions)):

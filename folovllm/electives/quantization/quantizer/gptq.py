@@ -55,7 +55,7 @@ def gptq(
 
 
 def inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper triangular U with U^T U = (gram + d I)^-1, by two Cholesky decompositions: [inputs, inputs].
+    """Return the upper triangular U with U^T U = (gram + d I)^-1, by two Cholesky decompositions: [inputs, inputs].
 
     Row i of U says all that the loop over columns needs when columns before i are done: U[i, i] is the root of what is left
     of the inverse's diagonal, and U[i, j] / U[i, i] how column j makes up for an error of column i (section 3.3, step 3).
@@ -102,7 +102,7 @@ def round_columns(
 
 
 def act_order(gram: torch.Tensor) -> torch.Tensor:
-    """The inputs from the largest to the smallest, by their mean square: [inputs] int64.
+    """Return the inputs from the largest to the smallest, by their mean square: [inputs] int64.
 
     Columns that are rounded first cannot be helped by earlier ones, but their errors are made up for by all others. So the
     columns that count most come first (AutoGPTQ's `desc_act`).

@@ -69,12 +69,12 @@ def dequantize_groups(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Te
 
 
 def round_groups(w: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """What codes of `bits` bits with zeros make of `w`: [outputs, inputs]."""
+    """Return `w` [outputs, inputs] rounded to codes of `bits` bits, with a scale and a zero for each group."""
     return dequantize_groups(*quantize_groups(w, bits, group_size, symmetric=False))
 
 
 def spread(per_group: torch.Tensor, group_size: int) -> torch.Tensor:
-    """[outputs, groups] -> [outputs, inputs]: each group's number for each of its inputs."""
+    """Repeat the number of each group for each of its inputs: [outputs, groups] -> [outputs, inputs]."""
     return per_group.repeat_interleave(group_size, dim=1)
 
 

@@ -1,4 +1,4 @@
-"""A quantised layer as checkpoints have it: which tensors stand for its weights, and what `config.json` says of them."""
+"""Quantized layers as checkpoints have them: which tensors stand for the weights, and what `config.json` says of them."""
 
 from __future__ import annotations
 
@@ -20,71 +20,69 @@ BITS = 4
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
 NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
-LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # who reads: who wrote it
+LINEARS = {
+    "self_attn.o_proj": "self_attn.v_proj",
+    "mlp.down_proj": "mlp.up_proj",
+}  # a layer, and whose outputs it reads
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
 
 
 class Method(ABC):
-    """One kind of checkpoint. Weights and what `decode` returns are [outputs, inputs] float32."""
+    """Quantizes weights into the tensors of one kind of checkpoint."""
 
-    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str]) -> None:
-        """`dtype` is the checkpoint's: of all that is not quantised, and of scales. `plain`: layers that are not, but the head."""
-        self.options, self.dtype, self.plain = options, dtype, ["lm_head", *plain]
+    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str]) -> None:
+        """`dtype` is the checkpoint's: of all that is not quantized, and of scales. `unquantized`: layers that are left, but the head."""
+        self.options, self.dtype, self.unquantized = options, dtype, ["lm_head", *unquantized]
 
     def prepare(self, layer: OneLayer, inputs: dict[str, Inputs]) -> None:
-        """Change the layer's weights, not its outputs, before they are encoded. Does nothing here."""
+        """Change the layer's weights, not its outputs, before they are quantized. Does nothing here."""
 
     @abstractmethod
-    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
-        """The tensors for the weights of the projection `name`, by the last part of their names."""
+    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
+        """Quantize the weights `w` [outputs, inputs] float32 of the projection `name`.
 
-    @abstractmethod
-    def decode(self, tensors: Tensors) -> torch.Tensor:
-        """The weights that these tensors stand for."""
+        Returns:
+            the checkpoint's tensors, by the last part of their names; and the weights that they stand for, float32.
+        """
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """`quantization_config`."""
+        """Return the `quantization_config`."""
 
 
 class Gptq(Method):
     """GPTQ's layout, first version: zeros are stored as one less. Codes by GPTQ, or by rounding alone."""
 
-    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
+    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
         """`qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs]."""
         gram, order = None if inputs is None else inputs.gram, torch.arange(w.shape[1], device=w.device)
         if gram is not None and self.options.act_order:
             order = act_order(gram)
             gram = gram[order][:, order]
-        codes, scales, zeros = self.codes(w[:, order], gram)
+        codes, scales, zeros = self.round(w[:, order].to(self.dtype), gram)
         back = order.argsort()  # where each input came in the order
-        return {
+        tensors = {
             "qweight": packing.pack_gptq(codes[:, back]),
             "qzeros": packing.pack_gptq_zeros(zeros),
             "scales": scales.t().contiguous(),
             "g_idx": (back // self.options.group_size).to(torch.int32),
         }
+        return tensors, dequantize_groups(codes, scales.float(), zeros)[:, back]
 
-    def codes(self, w: torch.Tensor, gram: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return codes, scales and zeros of `gptq`; without `gram` each weight is rounded for itself."""
-        o, w = self.options, w.to(self.dtype)
+    def round(self, w: torch.Tensor, gram: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return codes, scales and zeros of `gptq`; without `gram` each weight is rounded by itself."""
+        o = self.options
         if gram is not None:
             return gptq(w, gram, BITS, o.group_size, not o.asymmetric, o.damping)
         return quantize_groups(w, BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
 
-    def decode(self, tensors: Tensors) -> torch.Tensor:
-        """(code - zero) * scale, both of the group that `g_idx` names."""
-        group = tensors["g_idx"].long()
-        steps = packing.unpack_gptq(tensors["qweight"]).float()
-        zeros = packing.unpack_gptq_zeros(tensors["qzeros"]).float()
-        return (steps - zeros[:, group]) * tensors["scales"].t().float()[:, group]
-
     def config(self) -> dict[str, Any]:
         """As GPTQModel writes it."""
         o = self.options
-        said = {"bits": BITS, "group_size": o.group_size, "desc_act": o.act_order, "sym": not o.asymmetric}
-        more = {"lm_head": False, "checkpoint_format": "gptq", "damp_percent": o.damping}
-        return {"quant_method": "gptq", **said, **more}
+        return {
+            "quant_method": "gptq", "checkpoint_format": "gptq", "bits": BITS, "group_size": o.group_size,
+            "desc_act": o.act_order, "sym": not o.asymmetric, "lm_head": False, "damp_percent": o.damping,
+        }  # fmt: skip
 
 
 class Awq(Method):
@@ -94,24 +92,21 @@ class Awq(Method):
         """Search a scale for each input, and fold it into the weights and into what comes before."""
         fold_scales(layer, inputs, BITS, self.options.group_size, self.dtype)
 
-    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
+    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
         """`qweight` [inputs, outputs / 8], `qzeros` [groups, outputs / 8], `scales` [groups, outputs]."""
         size = self.options.group_size
         if inputs is not None and not self.options.no_clip and not name.endswith(NOT_CLIPPED):
             w = search_clip(w, inputs.gram, BITS, size)
         codes, scales, zeros = quantize_groups(w.to(self.dtype), BITS, size, symmetric=False)
         packed = {"qweight": packing.pack_awq(codes), "qzeros": packing.pack_awq(zeros)}
-        return {**packed, "scales": scales.t().contiguous()}
-
-    def decode(self, tensors: Tensors) -> torch.Tensor:
-        """(code - zero) * scale."""
-        codes, zeros = (packing.unpack_awq(tensors[name]) for name in ("qweight", "qzeros"))
-        return dequantize_groups(codes, tensors["scales"].t().float(), zeros)
+        return {**packed, "scales": scales.t().contiguous()}, dequantize_groups(codes, scales.float(), zeros)
 
     def config(self) -> dict[str, Any]:
         """As AutoAWQ writes it."""
-        said = {"bits": BITS, "group_size": self.options.group_size, "zero_point": True, "version": "gemm"}
-        return {"quant_method": "awq", **said, "modules_to_not_convert": None}
+        return {
+            "quant_method": "awq", "bits": BITS, "group_size": self.options.group_size, "zero_point": True, "version": "gemm",
+            "modules_to_not_convert": None,
+        }  # fmt: skip
 
 
 def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_size: int, dtype: torch.dtype) -> None:
@@ -151,57 +146,44 @@ def divide_norm(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return real
 
 
-class Fp8Channels(Method):
-    """FP8 with a scale for each output, in compressed-tensors' layout. vLLM rounds the inputs to FP8, too."""
+class EightBits(Method):
+    """FP8 or INT8 with a scale for each output, in compressed-tensors' layout.
 
-    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
-        """`weight` [outputs, inputs] float8_e4m3fn, `weight_scale` [outputs, 1]."""
-        codes, scales = round_channels(w, FP8, self.dtype)
-        return {"weight": codes, "weight_scale": scales}
+    vLLM rounds the inputs to FP8, too. Four codes of INT8 share an int32: the one layout in which vLLM reads weights alone.
+    """
 
-    def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Code times scale."""
-        return tensors["weight"].float() * tensors["weight_scale"].float()
-
-    def config(self) -> dict[str, Any]:
-        """As llm-compressor writes it for FP8_DYNAMIC."""
-        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-        return compressed_tensors("float-quantized", "float", inputs, self.plain)
-
-
-class Int8Channels(Method):
-    """INT8 with a scale for each output. Four codes share an int32: the one layout in which vLLM reads weights alone."""
-
-    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
-        """`weight_packed` [outputs, inputs / 4] int32, `weight_scale` [outputs, 1], `weight_shape` [2]."""
-        codes, scales = round_channels(w, torch.int8, self.dtype)
-        packed = (codes ^ -128).view(torch.int32)  # 128 more than they are, as unsigned bytes, the first one lowest
-        return {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
-
-    def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Code times scale."""
-        codes = tensors["weight_packed"].view(torch.int8) ^ -128
-        return codes.float() * tensors["weight_scale"].float()
+    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
+        """`weight_scale` [outputs, 1]; FP8: `weight` [outputs, inputs]; INT8: `weight_packed` [outputs, inputs / 4], `weight_shape` [2]."""
+        is_fp8 = self.options.format == "fp8"
+        codes, scales = round_channels(w, FP8 if is_fp8 else torch.int8, self.dtype)
+        tensors = {"weight": codes, "weight_scale": scales}
+        if not is_fp8:
+            packed = (codes ^ -128).view(torch.int32)  # 128 more than they are, as unsigned bytes, the first one lowest
+            tensors = {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
+        return tensors, codes.float() * scales.float()
 
     def config(self) -> dict[str, Any]:
-        """As llm-compressor writes it for W8A16."""
-        return compressed_tensors("pack-quantized", "int", None, self.plain)
+        """As llm-compressor writes it for FP8_DYNAMIC and W8A16."""
+        is_fp8 = self.options.format == "fp8"
+        layout, kind = ("float-quantized", "float") if is_fp8 else ("pack-quantized", "int")
+        numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+        group = {
+            "targets": ["Linear"], "weights": {**numbers, "strategy": "channel", "dynamic": False},
+            "input_activations": {**numbers, "strategy": "token", "dynamic": True} if is_fp8 else None,
+            "output_activations": None,
+        }  # fmt: skip
+        return {
+            "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
+            "ignore": self.unquantized, "config_groups": {"group_0": group},
+        }  # fmt: skip
 
 
-def compressed_tensors(layout: str, kind: str, inputs: dict[str, Any] | None, plain: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of weights in 8 bits with a scale for each output."""
-    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    said = {"format": layout, "quantization_status": "compressed", "ignore": plain}
-    return {"quant_method": "compressed-tensors", **said, "config_groups": {"group_0": group}}
-
-
-def method_for(options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str] = ()) -> Method:
-    """The method that the options ask for, as of `Method`. GPTQ and AWQ know no scales in float32."""
-    kinds: dict[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "fp8": Fp8Channels, "int8": Int8Channels}
-    kind = kinds[options.format]
-    in_16_bits = kind in (Gptq, Awq) and dtype == torch.float32
-    return kind(options, torch.float16 if in_16_bits else dtype, plain)
+def method_for(options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str] = ()) -> Method:
+    """Return the method that the options ask for, as of `Method`. GPTQ and AWQ know no scales in float32."""
+    if options.format not in ("gptq", "awq"):
+        return EightBits(options, dtype, unquantized)
+    dtype = torch.float16 if dtype == torch.float32 else dtype
+    return (Gptq if options.format == "gptq" else Awq)(options, dtype, unquantized)
 
 
 def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -43,24 +42,24 @@ class Checkpoint:
         self.path, self.num_bytes = path, sum(file.stat().st_size for file in files)
 
     def check(self, model: LlamaForCausalLM) -> None:
-        """Read all headers, and what is in no layer, before any work: layers are checked one by one, as they are loaded.
+        """Check all headers, and what is in no layer, before any work: layers are checked one by one, as they are loaded.
 
         Args:
-            model: whole and empty, on the meta device.
+            model: the full model, empty, on the meta device.
 
         Raises:
-            ValueError: a tensor is missing, left over, of another shape, in codes, or (in no layer) not finite.
+            ValueError: a tensor is missing, left over, of another shape, quantized, or (in no layer) not finite.
         """
-        places, tied = checkpoint_places(model), model.lm_head.weight is model.model.embed_tokens.weight
+        destinations, tied = checkpoint_places(model), model.lm_head.weight is model.model.embed_tokens.weight
         for file in set(self._file_of.values()):
             with opened(file) as handle:
                 for name in handle.keys():  # noqa: SIM118  # a handle is no dict
                     stored = handle.get_slice(name)
                     require_stored(name, stored.get_dtype(), {})
                     if not (weight_loader_of(name) or name.endswith(IGNORED_SUFFIX) or (tied and name == HEAD)):
-                        pop_destination(name, torch.Size(stored.get_shape()), places)
-        if places:
-            raise ValueError(f"the checkpoint in {self.path} lacks {', '.join(sorted(places)[:5])}")
+                        pop_destination(name, torch.Size(stored.get_shape()), destinations)
+        if destinations:
+            raise ValueError(f"the checkpoint in {self.path} lacks {', '.join(sorted(destinations)[:5])}")
         rest = self.rest()
         for name, tensor in rest.items():
             require_finite(name, tensor)
@@ -68,20 +67,19 @@ class Checkpoint:
             raise ValueError(f"{self.path} holds a {HEAD!r} of its own: set tie_word_embeddings to false in its config")
 
     def layer(self, index: int) -> Tensors:
-        """The tensors of a decoder layer, named from the layer on: "self_attn.q_proj.weight"."""
+        """Return the tensors of a decoder layer, named from the layer on: "self_attn.q_proj.weight"."""
         prefix = f"{PREFIX}{index}."
         names = [name for name in self._file_of if name.startswith(prefix) and not name.endswith(IGNORED_SUFFIX)]
-        return {name.removeprefix(prefix): tensor for name, tensor in self._read(names).items()}
+        return {name.removeprefix(prefix): self._read(name) for name in names}
 
     def rest(self) -> Tensors:
-        """What is in no layer: embedding, last norm and, if it is not tied, the head."""
-        return self._read([name for name in self._file_of if not name.startswith(PREFIX)])
+        """Return what is in no layer: embedding, last norm and, if it is not tied, the head."""
+        return {name: self._read(name) for name in self._file_of if not name.startswith(PREFIX)}
 
-    def _read(self, names: list[str]) -> Tensors:
-        with ExitStack() as stack:
-            files = {self._file_of[name] for name in names}
-            handles = {file: stack.enter_context(opened(file)) for file in files}
-            return {name: handles[self._file_of[name]].get_tensor(name) for name in names}
+    def _read(self, name: str) -> torch.Tensor:
+        with opened(self._file_of[name]) as handle:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        return tensor
 
 
 class Inputs:
@@ -93,14 +91,14 @@ class Inputs:
         self.num_tokens = 0
 
     def add(self, x: torch.Tensor) -> None:
-        """Count tokens in, [T, size]."""
+        """Add inputs of T tokens, [T, size]."""
         x = x.float()
         self._squares.addmm_(x.t(), x)
         self._sizes += x.abs().sum(dim=0)
         self.num_tokens += len(x)
 
     def divide(self, scale: torch.Tensor) -> None:
-        """Be the statistics of the inputs divided by `scale` [size]."""
+        """Change the sums to those of the inputs divided by `scale` [size]."""
         self._squares /= torch.outer(scale, scale)
         self._sizes /= scale
 
@@ -120,7 +118,7 @@ class OneLayer:
 
     `linears` are the merged layers ("self_attn.qkv_proj"); `parts` says for each which of the checkpoint's projections it
     holds, and where: "self_attn.q_proj" -> a view of its rows. `routers`, of a mixture of experts, are in neither: they stay
-    plain, for a small error in them would ask other experts.
+    unquantized, for a small error in them would ask other experts.
     """
 
     def __init__(self, hf_config: Any, device: torch.device, length: int) -> None:
@@ -128,42 +126,43 @@ class OneLayer:
         one.num_hidden_layers = 1
         model = build_model(one, torch.float32, device, length)  # 16 bits would hide small errors, and it is one layer
         prefix = f"{PREFIX}0."
-        places = checkpoint_places(model)
+        self._destinations = {
+            name.removeprefix(prefix): destination
+            for name, destination in checkpoint_places(model).items()
+            if name.startswith(prefix)
+        }
         self.module: LlamaDecoderLayer = model.model.layers[0]  # type: ignore[assignment]
-        self._places = {name.removeprefix(prefix): place for name, place in places.items() if name.startswith(prefix)}
         linears = {name: m for name, m in self.module.named_modules() if isinstance(m, LinearBase)}
         self.routers = [name for name in linears if name.rpartition(".")[2] in ROUTERS]
         self.linears = {name: m for name, m in linears.items() if name not in self.routers}
         self.parts: dict[str, Tensors] = {}
-        for name, linear in self.linears.items():
+        views = self.tensors()
+        for name in self.linears:
             parent, _, leaf = name.rpartition(".")
-            leaves = model.packed_modules_mapping.get(leaf, [leaf])
-            rows = linear.weight.data.split(linear.output_sizes)
-            self.parts[name] = {f"{parent}.{part}": view for part, view in zip(leaves, rows, strict=True)}
+            parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
+            self.parts[name] = {part: views[f"{part}.weight"] for part in parts}
         found = {*self.routers, *(part for parts in self.parts.values() for part in parts)}
-        for name, place in self._places.items():
-            if place.view.dim() > 1 and name.removesuffix(".weight") not in found:
+        for name, view in views.items():
+            if view.dim() > 1 and name.removesuffix(".weight") not in found:
                 raise ValueError(
-                    f"{name} is in no linear layer: a model that has such weights cannot be quantised here"
+                    f"{name} is in no linear layer: a model that has such weights cannot be quantized here"
                 )
         attend_within(self.module, length)
 
     def load(self, tensors: Tensors) -> None:
-        """Fill the layer. Raises ValueError if a tensor is missing, left over or of another shape."""
-        places = dict(self._places)
+        """Fill the layer with tensors that `Checkpoint.check` has seen. Raises ValueError if one is not finite."""
+        left = dict(self._destinations)
         for name, tensor in tensors.items():
-            if not weight_loader_of(f"{PREFIX}0.{name}"):  # is copied from folder to folder
-                copy_weight(name, tensor, places)
-        if places:
-            raise ValueError(f"the checkpoint lacks {', '.join(sorted(places))} in one of its layers")
+            if name in left:  # scales of a KV cache are not
+                copy_weight(name, tensor, left)
 
     def tensors(self) -> Tensors:
-        """What the layer holds now, by the checkpoint's names: views."""
-        return {name: place.view for name, place in self._places.items()}
+        """Return what the layer holds now, by the checkpoint's names: views."""
+        return {name: destination.view for name, destination in self._destinations.items()}
 
     @torch.no_grad()
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Hidden states before the layer, [n, length, H], to those after it; some sequences at a time."""
+        """Turn hidden states before the layer, [n, length, H], into those after it; some sequences at a time."""
         if len(x) == 0:  # no text
             return x
         done = []
@@ -175,7 +174,7 @@ class OneLayer:
 
     @torch.no_grad()
     def inputs(self, x: torch.Tensor) -> dict[str, Inputs]:
-        """What each of `linears` reads when the layer is given `x` [n, length, H]."""
+        """Return what each of `linears` reads when the layer is given `x` [n, length, H]."""
         found = {name: Inputs(linear.input_size, x.device) for name, linear in self.linears.items()}
         hooks = [
             linear.register_forward_pre_hook(lambda _, args, name=name: found[name].add(args[0]))

@@ -1,4 +1,4 @@
-"""`QuantizeOptions`: how a model is quantised."""
+"""`QuantizeOptions`: how a model is quantized."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from dataclasses import dataclass, fields
 
 FORMATS = ("gptq", "awq", "fp8", "int8")
 CALIBRATED = ("gptq", "awq")  # these look at inputs
-ONLY = {  # what belongs to some formats alone
-    "group_size": ("gptq", "awq"),
-    "asymmetric": ("gptq",),
-    "act_order": ("gptq",),
-    "nearest": ("gptq",),
-    "damping": ("gptq",),
+ONLY: dict[str, tuple[str, ...]] = {  # what belongs to some formats alone
+    "group_size": CALIBRATED,
+    **dict.fromkeys(("asymmetric", "act_order", "nearest", "damping"), ("gptq",)),
     "no_clip": ("awq",),
 }
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class QuantizeOptions:
-    """What decides the codes; each field is a flag of `folovllm quantize`.
+    """How a model is quantized; each field is a flag of `folovllm quantize`.
 
     Attributes:
         format: gptq, awq, fp8 or int8.

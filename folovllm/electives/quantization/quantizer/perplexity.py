@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """What each token but a sequence's first costs, -log p, by natural logarithm: [n, T - 1] float32.
+    """Return the negative log-likelihood (natural logarithm) of each token but a sequence's first: [n, T - 1] float32.
 
     Their mean is the loss that transformers' models return for `labels=ids`.
 
@@ -23,7 +23,7 @@ def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity(losses: torch.Tensor) -> float:
-    """e to the mean of `losses`: among how many equally likely tokens the model chooses, on average. 1 is the best."""
+    """Return e to the mean of `losses`: among how many equally likely tokens the model chooses, on average. 1 is the best."""
     return float(losses.mean().exp())
 
 
@@ -31,7 +31,7 @@ def perplexity(losses: torch.Tensor) -> float:
 class Quality:
     """A model before and after, on the same text.
 
-    `agreement` is the share of places at which both find the same token likeliest; `tokens` is how many were foretold.
+    `agreement` is the share of tokens for which both find the same next token likeliest; `tokens` is how many were predicted.
     """
 
     before: float

@@ -1,8 +1,4 @@
-"""`quantize`: a model's folder in, a folder with fewer bits out, a decoder layer at a time.
-
-A finished layer is a file. It is read back before the next one begins, so what is measured in the end is what was
-written.
-"""
+"""`quantize`: reads a model's folder and writes one with fewer bits, a decoder layer at a time."""
 
 from __future__ import annotations
 
@@ -40,10 +36,10 @@ OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
 
 
 @dataclass(slots=True)
-class Streams:
+class HiddenStates:
     """Hidden states between two layers, [n, length, H] each.
 
-    `calibration` comes from layers that are quantised already, as the next layer will see it. The text that measures goes
+    `calibration` comes from layers that are quantized already, as the next layer will see it. The text that measures goes
     through both models: `before` and `after`.
     """
 
@@ -52,66 +48,62 @@ class Streams:
     after: torch.Tensor
 
 
-def walk(
-    checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, streams: Streams, use_tqdm: bool
+def quantize_layers(
+    checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, states: HiddenStates, use_tqdm: bool
 ) -> None:
-    """Quantise all layers into `folder`, and carry the hidden states through them."""
-    with tqdm(range(folder.num_layers), desc="Quantising", unit="layer", disable=not use_tqdm) as layers:
+    """Quantize all layers into `folder`, and carry the hidden states through them."""
+    num_layers = folder.num_files - 1
+    with tqdm(range(num_layers), desc="Quantizing", unit="layer", disable=not use_tqdm) as layers:
         for index in layers:
             source = checkpoint.layer(index)
             layer.load(source)
-            streams.before = layer.run(streams.before)
-            inputs = layer.inputs(streams.calibration) if method.options.is_calibrated else None
-            folder.write_layer(index, encoded(method, layer, source, inputs))
-            layer.load(decoded(method, layer, folder.read_layer(index)))
-            streams.after = layer.run(streams.after)
+            states.before = layer.run(states.before)
+            inputs = layer.inputs(states.calibration) if method.options.is_calibrated else None
+            tensors = quantize_layer(method, layer, source, inputs)
+            folder.write({f"{PREFIX}{index}.{name}": tensor for name, tensor in tensors.items()})
+            states.after = layer.run(states.after)
             if method.options.is_calibrated:
-                streams.calibration = layer.run(streams.calibration)
+                states.calibration = layer.run(states.calibration)
 
 
-def encoded(method: Method, layer: OneLayer, source: Tensors, inputs: dict[str, Inputs] | None) -> Tensors:
-    """The tensors that stand for the layer: codes for its projections, all else as it is now, in the dtypes of `source`.
+def quantize_layer(method: Method, layer: OneLayer, source: Tensors, inputs: dict[str, Inputs] | None) -> Tensors:
+    """Return the checkpoint's tensors of the quantized layer; `layer` is left with the weights that they stand for.
 
-    `inputs` are what the layer's linear layers read; None where codes come from rounding alone.
+    Args:
+        source: the layer's tensors before. What is not quantized keeps its dtype.
+        inputs: what the layer's linear layers read; None where rounding looks at weights alone.
     """
     if inputs is not None:
         method.prepare(layer, inputs)
-    now = layer.tensors()
-    tensors = {name: now.get(name, tensor).to(tensor.dtype) for name, tensor in source.items()}
+    projections = {f"{part}.weight" for parts in layer.parts.values() for part in parts}
+    tensors = {name: tensor for name, tensor in source.items() if name not in projections}
+    for name, view in layer.tensors().items():
+        if name not in projections:
+            tensors[name] = view.to(tensors[name].dtype, copy=True)
+            view.copy_(tensors[name])
     for name, parts in layer.parts.items():
         for part, w in parts.items():
-            del tensors[f"{part}.weight"]
-            found = method.encode(part, w.float(), inputs[name] if inputs else None)
-            tensors |= {f"{part}.{kind}": tensor for kind, tensor in found.items()}
+            quantized, weight = method.quantize(part, w, inputs[name] if inputs else None)
+            tensors |= {f"{part}.{kind}": tensor for kind, tensor in quantized.items()}
+            w.copy_(weight)
     return tensors
 
 
-def decoded(method: Method, layer: OneLayer, tensors: Tensors) -> Tensors:
-    """The layer's plain tensors again, from those that stand for them."""
-    tensors = dict(tensors)
-    for parts in layer.parts.values():
-        for part in parts:
-            kinds = {name: name.removeprefix(f"{part}.") for name in tensors if name.startswith(f"{part}.")}
-            codes = {kind: tensors.pop(name) for name, kind in kinds.items() if kind != "bias"}
-            tensors[f"{part}.weight"] = method.decode(codes)
-    return tensors
-
-
-def measure(rest: Tensors, hf_config: Any, streams: Streams, ids: torch.Tensor) -> Quality:
-    """Compare both models at the end of the stack: last norm, head, and the loss on `ids` [n, length]."""
-    like = streams.before
+def measure(rest: Tensors, hf_config: Any, states: HiddenStates, ids: torch.Tensor) -> Quality:
+    """Return the quality of both models on the text `ids` [n, length], from their last hidden states."""
+    like = states.before
     norm, head = rest[NORM].to(like), rest[EMBEDDING if hf_config.tie_word_embeddings else HEAD].to(like)
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.rms_norm(x, x.shape[-1:], norm, hf_config.rms_norm_eps), head)
 
-    pieces = zip(streams.before.split(1), streams.after.split(1), ids.split(1), strict=True)
+    pieces = zip(states.before.split(1), states.after.split(1), ids.split(1), strict=True)
     return compare((logits(before), logits(after), some) for before, after, some in pieces)
 
 
 @dataclass(slots=True, frozen=True)
 class Report:
-    """What came out. Bytes are those of all tensors; `quality` is None where no text was given."""
+    """The result of `quantize`. Bytes are those of all files of weights; `quality` is None where no text was given."""
 
     folder: Path
     bytes_before: int
@@ -127,7 +119,7 @@ def quantize(
     device: str | None = None,
     use_tqdm: bool = True,
 ) -> Report:
-    """Quantise a model and write it to `out`.
+    """Quantize a model and write it to `out`.
 
     Args:
         model: as `LLM` takes it.
@@ -135,7 +127,7 @@ def quantize(
         device: as `LLM` takes it.
 
     Raises:
-        ValueError: something cannot be had (a sentence says what), or `out` is not empty or cannot be written.
+        ValueError: the model, the text or the device is not available or not supported; `out` is not empty or cannot be written.
     """
     path = resolve_model(model)
     hf_config = load_hf_config(path, EngineConfig(model=model))
@@ -145,26 +137,26 @@ def quantize(
     with reading(f"the model in {path}"):
         empty = build_model(hf_config, torch.float32, "meta", options.length)
     checkpoint.check(empty)
-    folder = OutputFolder(out, hf_config.num_hidden_layers)
-    embedding = checkpoint.rest()[EMBEDDING]
-    calibrating, measuring = (embedding[ids].float().to(on) for ids in rows)
-    streams = Streams(calibrating, measuring, measuring)
-    layer = OneLayer(hf_config, on, options.length)
-    routers = [f"{PREFIX}{i}.{router}" for i in range(folder.num_layers) for router in layer.routers]
-    method = method_for(options, embedding.dtype, routers)
-    walk(checkpoint, layer, method, folder, streams, use_tqdm)
+    folder = OutputFolder(out, hf_config.num_hidden_layers + 1)  # the last file has what is in no layer
     rest = checkpoint.rest()
-    quality = measure(rest, hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
-    folder.finish(path, rest, method.config())
-    return Report(out, checkpoint.num_bytes, folder.num_bytes(), quality)
+    calibrating, measuring = (rest[EMBEDDING][ids].float().to(on) for ids in rows)
+    states = HiddenStates(calibrating, measuring, measuring)
+    layer = OneLayer(hf_config, on, options.length)
+    routers = [f"{PREFIX}{i}.{router}" for i in range(hf_config.num_hidden_layers) for router in layer.routers]
+    method = method_for(options, rest[EMBEDDING].dtype, routers)
+    quantize_layers(checkpoint, layer, method, folder, states, use_tqdm)
+    folder.write(rest)
+    quality = measure(rest, hf_config, states, rows[1].to(on)) if len(rows[1]) else None
+    folder.finish(path, method.config())
+    return Report(out, checkpoint.num_bytes, folder.num_bytes, quality)
 
 
 def check_model(hf_config: Any, options: QuantizeOptions) -> None:
-    """Raise ValueError where the model is quantised already, is not of equal layers, or its sizes do not fit the format."""
+    """Raise ValueError where the model is quantized already, is not of equal layers, or its sizes do not fit the format."""
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ValueError("the model is quantized already: start from the one with plain weights")
     if hf_config.model_type == "gemma3_text":
-        raise ValueError("Gemma scales its embeddings, and its norms in another way: it cannot be quantised here")
+        raise ValueError("Gemma scales its embeddings, and its norms in another way: it cannot be quantized here")
     seen = {min(window or options.length, options.length) for window in windows_of(hf_config)}
     if len(seen) > 1:
         raise ValueError(
@@ -179,7 +171,7 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
         )
     if has_experts and renamed_by(hf_config):
         raise ValueError(
-            "checkpoints of this family have names of their own for experts: they cannot be quantised here"
+            "checkpoints of this family have names of their own for experts: they cannot be quantized here"
         )
     heads = hf_config.num_attention_heads * head_dim_of(hf_config)
     for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
@@ -192,7 +184,7 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
 def rows_of(
     path: Path, hf_config: Any, options: QuantizeOptions, calibration: Path | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens to calibrate with and tokens to measure with, [n, length] each; no rows where there is no text."""
+    """Return tokens to calibrate with and tokens to measure with, [n, length] each; no rows where there is no text."""
     own = path / OWN_TEXT
     file = calibration or (own if own.is_file() else None)
     if file is None and options.is_calibrated:

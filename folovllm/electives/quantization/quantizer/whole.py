@@ -8,7 +8,7 @@ from torch import nn
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.ops import create_causal_mask
-from folovllm.layers.attention import Attention
+from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.step.forward_batch import ForwardBatch
 
@@ -22,9 +22,6 @@ class WholeSequences(AttentionBackend):
 
     def __init__(self, length: int, window: int | None = None) -> None:
         self.length, self.window = length, window
-
-    def sliding(self, window: int) -> WholeSequences:
-        return WholeSequences(self.length, window)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Keep `key` and `value` [n * length, Hkv, D] for `forward`, which comes next."""
@@ -43,15 +40,13 @@ class WholeSequences(AttentionBackend):
 
 def attend_within(module: nn.Module, length: int) -> None:
     """Let all attention layers of `module` attend within sequences of `length` tokens."""
-    backend = WholeSequences(length)
-    for layer in module.modules():
-        if isinstance(layer, Attention):
-            layer.backend = backend if layer.window is None else backend.sliding(layer.window)
-            layer.kv_cache = torch.empty(0)
+    for layer in attention_layers(module):
+        layer.backend = WholeSequences(length, layer.window)
+        layer.kv_cache = torch.empty(0)
 
 
 def whole_batch(ids: torch.Tensor) -> ForwardBatch:
-    """The batch of `ids` [n, length] for a model whose layers `attend_within`; it knows of no cache."""
+    """Return the batch of `ids` [n, length] for a model whose layers `attend_within`; it knows of no cache."""
     count, length = ids.shape
     none = torch.empty(0, dtype=torch.int64, device=ids.device)
     return ForwardBatch(
@@ -63,7 +58,7 @@ def whole_batch(ids: torch.Tensor) -> ForwardBatch:
 
 @torch.inference_mode()
 def logits_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """The logits after every token of `ids` [n, length]: [n, length, V], in the dtype of the model.
+    """Return the logits after every token of `ids` [n, length]: [n, length, V], in the dtype of the model.
 
     The model's own caches, if it has any, are not used, and have to be bound again afterwards.
     """
