@@ -39,7 +39,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         loads, meta.loads = meta.loads, {}
         start(self, meta)
         poison(meta.evicted, self.cache)
-        poison([each.block_id for transfers in loads.values() for each in transfers], self.cache)
+        poison([block for transfer in loads.values() for block in transfer.block_ids], self.cache)
         start(self, stores.ConnectorMetadata(loads=loads))
 
     monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
@@ -275,10 +275,10 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
     assert_nothing_left(engine)
     settle(engine)
     connector, index = connector_of(engine), connector_of(engine)._host
-    assert not connector._loads and not any(entry.holds for entry in index._entries.values())
-    assert sorted([*index._free, *(entry.slot for entry in index._entries.values())]) == list(
-        range(len(index._free) + len(index._entries))
-    )
+    assert not connector._loads and not connector._coming
+    slots = [*index._free, *index.slots()]
+    assert not any(slot.transfers for slot in slots)
+    assert sorted(slot.number for slot in slots) == list(range(len(slots)))
     assert COUNTS[engine]["loaded_host"] > 0
     engine.close()
 
@@ -322,18 +322,18 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_slots_are_held_while_something_moves() -> None:
     index = HostIndex(2)
-    (a, gone), (b, _) = index.put(b"a", b"1"), index.put(b"b", b"2")
-    assert a is not None and b is not None and gone is None
+    (a, evicted), (b, _) = index.put(1, b"1"), index.put(2, b"2")
+    assert a is not None and b is not None and evicted is None
     index.hold(a)
-    c, gone = index.put(b"c", b"3")
-    assert c is not None and gone == b"b" and c.slot == b.slot
+    c, evicted = index.put(3, b"3")
+    assert c is b and evicted == 2 and (c.hash, c.token_ids) == (3, b"3")
     index.hold(c)
-    assert index.put(b"d", b"4") == (None, None)
-    index.drop(b"a")
-    assert index.put(b"d", b"4") == (None, None)
-    index.release(a)
-    d, gone = index.put(b"d", b"4")
-    assert d is not None and d.slot == a.slot and gone is None
+    assert index.put(4, b"4") == (None, None)
+    index.drop(1)
+    assert index.get(1) is None and index.put(4, b"4") == (None, None)
+    index.release([a])
+    d, evicted = index.put(4, b"4")
+    assert d is a and evicted is None and index.get(4) is d
 
 
 WRONG: dict[str, dict[str, Any]] = {

@@ -37,19 +37,15 @@ def test_bytes_leave_and_come_back_as_they_were(dtype: str) -> None:
     (store,) = engine.executor.collective_rpc(store_of)
     copies, cache = store._copies, store.cache
     assert copies is not None
-    transfers = [
-        stores.Transfer(slot, block, b"", b"")
-        for slot, block in zip(random.sample(range(len(store.host)), 250), random.sample(range(300), 250), strict=True)
-    ]
+    slots, blocks, targets = (random.sample(range(n), 250) for n in (len(store.host), 300, 300))
     cache.random_(-(2**31), 2**31 - 1)
     before = cache.clone()
-    copies.gather([each.block_id for each in transfers])
-    copies.send([each.slot for each in transfers])
-    poison([each.block_id for each in transfers], cache)
-    targets = random.sample(range(300), 250)
+    copies.gather(blocks)
+    copies.send(slots)
+    poison(blocks, cache)
     expected = cache.clone()
-    expected[:, targets] = before[:, [each.block_id for each in transfers]]
-    _, done = copies.load([each._replace(block_id=target) for each, target in zip(transfers, targets, strict=True)])
+    expected[:, targets] = before[:, blocks]
+    _, done = copies.load(slots, targets)
     torch.cuda.current_stream().wait_event(done)
     assert torch.equal(cache, expected)
     engine.close()
@@ -65,7 +61,7 @@ def test_answers_are_those_of_a_cache_with_room(
     def start_load_kv(self: stores.BlockStore, meta: stores.ConnectorMetadata) -> None:
         loads, meta.loads = meta.loads, {}
         start(self, meta)
-        poison([each.block_id for transfers in loads.values() for each in transfers], self.cache)
+        poison([block for transfer in loads.values() for block in transfer.block_ids], self.cache)
         start(self, stores.ConnectorMetadata(loads=loads))
 
     monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
@@ -102,7 +98,6 @@ def test_aborts_at_any_moment() -> None:
             aborted.add(engine.abort_request(rng.choice(engine.request_ids)).request_id)
     assert all(tokens == expected[int(number)] for number, tokens in done.items() if number not in aborted)
     settle(engine)
-    assert not connector_of(engine)._loads and not any(
-        entry.holds for entry in connector_of(engine)._host._entries.values()
-    )
+    assert not connector_of(engine)._loads
+    assert not any(slot.transfers for slot in connector_of(engine)._host.slots())
     engine.close()

@@ -18,7 +18,7 @@ SUFFIX = ".kv"
 STALE = 3600.0  # seconds after which a file that was never completed is nobody's
 
 
-def own_folder(parent: Path) -> Path:
+def private_folder(parent: Path) -> Path:
     """Make our folder in `parent`, readable by us alone: K/V tell what was asked. Raises ValueError where that cannot be."""
     folder = parent / NAME
     try:
