@@ -41,13 +41,16 @@ class HostIndex:
 
     def put(self, hash_: int, token_ids: bytes) -> tuple[Slot | None, int | None]:
         """A slot for a block that is not there, and the hash of the block that must go for it. None if transfers hold every slot."""
-        evicted = None
-        if not self._free:
-            evicted = next((other for other, slot in self._by_hash.items() if not slot.transfers), None)
-            if evicted is None:
+        if self._free:
+            slot, evicted = self._free.pop(), None
+        else:
+            for evicted, slot in self._by_hash.items():
+                if not slot.transfers:
+                    break
+            else:
                 return None, None
-            self.drop(evicted)
-        slot = self._by_hash[hash_] = self._free.pop()
+            del self._by_hash[evicted]
+        self._by_hash[hash_] = slot
         slot.hash, slot.token_ids = hash_, token_ids
         return slot, evicted
 

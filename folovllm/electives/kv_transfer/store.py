@@ -110,7 +110,7 @@ class BlockStore:
         if meta.evicted and self._copies is not None:
             self._copies.gather(meta.evicted)
         elif meta.evicted:
-            self._gathered = self.cache[:, meta.evicted].transpose(0, 1)  # a copy
+            self._gathered = self.cache[:, torch.tensor(meta.evicted)].transpose(0, 1)  # a copy
         for seq_id, transfer in meta.loads.items():
             load = Load(transfer, {i: self._pool.submit(self._read, file) for i, file in transfer.files.items()})
             if load.reads:
@@ -128,8 +128,9 @@ class BlockStore:
         if self._copies is not None:
             self._copies.send(slots)
         else:
-            kept = [i for i, slot in enumerate(slots) if slot != NOT_KEPT]
-            self.host[[slots[i] for i in kept]] = self._gathered[kept]
+            numbers = torch.tensor(slots)
+            is_kept = numbers != NOT_KEPT
+            self.host[numbers[is_kept]] = self._gathered[is_kept]
         if self._files is not None:
             for key in removed:
                 self._pool.submit(self._files.remove, key)
@@ -178,7 +179,7 @@ class BlockStore:
         if self._copies is not None:
             load.began, load.done = self._copies.load(slots, block_ids)
         else:
-            move(self.cache, self.host[slots], on_device(block_ids, self.cache.device), to_cache=True)
+            move(self.cache, self.host[torch.tensor(slots)], on_device(block_ids, self.cache.device), to_cache=True)
 
     def _row(self, slot: int) -> memoryview:
         """A slot's bytes, when nothing is on its way to it."""
