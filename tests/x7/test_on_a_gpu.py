@@ -45,7 +45,7 @@ def test_bytes_leave_and_come_back_as_they_were(dtype: str) -> None:
     poison(blocks, cache)
     expected = cache.clone()
     expected[:, targets] = before[:, blocks]
-    _, done = copies.load(slots, targets)
+    done = copies.load(slots, targets)
     torch.cuda.current_stream().wait_event(done)
     assert torch.equal(cache, expected)
     engine.close()
@@ -99,5 +99,5 @@ def test_aborts_at_any_moment() -> None:
     assert all(tokens == expected[int(number)] for number, tokens in done.items() if number not in aborted)
     settle(engine)
     assert not connector_of(engine)._loads
-    assert not any(slot.transfers for slot in connector_of(engine)._host.slots())
+    assert not any(slot.transfers for slot in connector_of(engine)._host.values())
     engine.close()

@@ -17,54 +17,34 @@ class Slot:
     transfers: int = 0  # from or to it that are under way
 
 
-class HostIndex:
+class HostIndex(OrderedDict[int, Slot]):
     """The slots with a block, by the block's hash, least recently used first.
 
     Invariant: a slot is free, or has a block, or transfers go on, or the last two. It gets another block only when no transfer goes on.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._free = [Slot(i) for i in reversed(range(num_slots))]
-        self._by_hash: OrderedDict[int, Slot] = OrderedDict()
-
-    def get(self, hash_: int) -> Slot | None:
-        """The slot of a block, if it is there."""
-        return self._by_hash.get(hash_)
-
-    def touch(self, hash_: int) -> None:
-        """A block that is there counts as used now."""
-        self._by_hash.move_to_end(hash_)
-
-    def slots(self) -> list[Slot]:
-        """All slots that have a block."""
-        return list(self._by_hash.values())
+        super().__init__()
+        self.free = [Slot(i) for i in reversed(range(num_slots))]
 
     def put(self, hash_: int, token_ids: bytes) -> tuple[Slot | None, int | None]:
         """A slot for a block that is not there, and the hash of the block that must go for it. None if transfers hold every slot."""
-        if self._free:
-            slot, evicted = self._free.pop(), None
-        else:
-            for evicted, slot in self._by_hash.items():
-                if not slot.transfers:
-                    break
-            else:
+        evicted = None
+        if not self.free:
+            evicted = next((other for other, slot in self.items() if not slot.transfers), None)
+            if evicted is None:
                 return None, None
-            del self._by_hash[evicted]
-        self._by_hash[hash_] = slot
+            self.drop(evicted)
+        slot = self[hash_] = self.free.pop()
         slot.hash, slot.token_ids = hash_, token_ids
         return slot, evicted
 
     def drop(self, hash_: int) -> None:
         """Forget a block that is there."""
-        slot = self._by_hash.pop(hash_)
+        slot = self.pop(hash_)
         slot.hash = None
         if not slot.transfers:
-            self._free.append(slot)
-
-    def clear(self) -> None:
-        """Forget all blocks."""
-        for hash_ in list(self._by_hash):
-            self.drop(hash_)
+            self.free.append(slot)
 
     def hold(self, slot: Slot) -> None:
         """A transfer from or to a slot begins."""
@@ -75,4 +55,4 @@ class HostIndex:
         for slot in slots:
             slot.transfers -= 1
             if slot.hash is None and not slot.transfers:
-                self._free.append(slot)
+                self.free.append(slot)

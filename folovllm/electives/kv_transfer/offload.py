@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from folovllm.cache.connector import KVConnector
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.electives.kv_transfer.digest import model_digest
-from folovllm.electives.kv_transfer.disk import private_folder, stored_keys
+from folovllm.electives.kv_transfer.disk import file_of, private_folder, remove
 from folovllm.electives.kv_transfer.index import HostIndex, Slot
 from folovllm.electives.kv_transfer.options import num_bytes
 from folovllm.electives.kv_transfer.plan import block_key, blocks_to_load, requests_to_recompute
@@ -40,11 +39,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("folovllm")
 
-RATES = {"host": 20e9, "disk": 1e9}  # bytes a second, until some were measured
-DRIFT = 0.05  # what is not used is not measured: each time its rate comes so much closer to the first one again
+DISK_RATE = 1e9  # bytes a second, until some were measured
+DRIFT = 0.05  # a disk that is not read is not measured: each time its rate comes so much closer to the first one again
 MOST_WRITES = 64  # under way at once
 FEWEST_TOKENS = 256  # of a step that tells how fast prompts are computed
-KNOWN_KEYS = 1 << 16
 FLUSH_SECONDS = 20.0  # at the end
 
 
@@ -73,38 +71,32 @@ class OffloadConnector(KVConnector):
         config, self._kv, self._executor, self.events = setup.config, kv, executor, kv.events
         self._num_ranks = config.tensor_parallel_size
         self._folder = None if config.kv_offload_dir is None else private_folder(Path(config.kv_offload_dir))
-        size, most = num_bytes("kv_offload", config.kv_offload), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        size, most = (
+            num_bytes("kv_offload", config.kv_offload),
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        )
         if size > most:
             raise ValueError(f"kv_offload is more than this machine's memory of {most:,} bytes: take less")
-        made = executor.collective_rpc(register_kv_caches, size // self._num_ranks, self._folder, self._num_ranks)
+        share, folder_bytes = size // self._num_ranks, num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
+        arguments = share, self._folder, folder_bytes // self._num_ranks, self._num_ranks
+        made = executor.collective_rpc(register_kv_caches, *arguments)
         slots, rooms, sizes, rates = zip(*made, strict=True)
         self._host, self._room, self._block_bytes = HostIndex(min(slots)), min(rooms), sum(sizes)
-        # Bytes of all files of a block, by key; the oldest first.
-        self._disk = OrderedDict(() if self._folder is None else stored_keys(self._folder, self._num_ranks))
-        self._disk_size = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
-        self._disk_used = sum(self._disk.values())  # with those that are being written
-        if self._folder is not None and self._disk_size < self._block_bytes:
-            raise ValueError(f"kv_offload_dir_size holds no block: a block has {self._block_bytes:,} bytes")
-        model, dtype, block_size = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype), setup.block_size
-        self._key = lru_cache(KNOWN_KEYS)(  # a long prompt is asked about more than once
-            lambda block_hash, version: block_key(block_hash, model, version, dtype, block_size)
-        )
+        self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = ConnectorMetadata()
         self._evicted: list[tuple[int, int, bytes]] = []  # id, hash and tokens of blocks that the next step overwrites
-        self._removed: list[bytes] = []  # keys and, below, blocks: what the ranks are told next of their files
-        self._writes: list[BlockFile] = []
+        self._writes: list[BlockFile] = []  # which the ranks are told next
         self._found: list[tuple[int, bytes]] = []  # hashes and tokens of the blocks that were asked about last
         self._loads: dict[int, PendingLoad] = {}  # by seq_id
         self._coming = set[int]()  # hashes of the blocks in these loads
         self._writing: dict[bytes, Slot] = {}  # by key
         self._written: Counter[bytes] = Counter()  # how many ranks are done with one of these
-        self._first_rates = RATES | {"host": sum(rate.get("host", RATES["host"]) for rate in rates)}
-        self.rates, self.compute_rate = dict(self._first_rates), 0.0
+        self.rates, self.compute_rate = {"host": sum(rates), "disk": DISK_RATE}, 0.0
 
     def get_num_new_matched_tokens(self, seq: Sequence, num_computed_tokens: int) -> int | None:
         """The tokens of the blocks that are worth bringing, all of them in the store now."""
-        size, version, names = self._kv.block_size, self._version(), self._kv.prefix_cache.names(seq)
+        size, names = self._kv.block_size, self._kv.prefix_cache.names(seq)
         first, last = num_computed_tokens // size, (seq.num_tokens - 1) // size
         hashes, token_ids = names.hashes[first:last], names.tokens[first:last]
         if not self._coming.isdisjoint(hashes):  # for another request, and one transfer serves both
@@ -115,7 +107,7 @@ class OffloadConnector(KVConnector):
                 if slot.token_ids != tokens:
                     break
                 places.append("host")
-            elif self._disk and self._key(hash_, version) in self._disk:
+            elif self._has_file(hash_):
                 places.append("disk")
             else:
                 break
@@ -123,29 +115,26 @@ class OffloadConnector(KVConnector):
         rate = self.compute_rate or 1.0  # not known: whatever there is, is worth it
         blocks = blocks_to_load(places, first, self._block_bytes, size, self.rates, rate)
         if not blocks:
-            for place, first_rate in self._first_rates.items():
-                self.rates[place] += DRIFT * (first_rate - self.rates[place])
+            self.rates["disk"] += DRIFT * (DISK_RATE - self.rates["disk"])
         return len(blocks) * size
 
     def update_state_after_alloc(self, seq: Sequence, block_ids: list[int], num_external_tokens: int) -> None:
         """Plan the load of these blocks. What is on disk needs a slot first: if there is none, fewer come."""
-        slots, files, version = list[Slot](), dict[int, BlockFile](), self._version()
+        slots, files = list[Slot](), dict[int, BlockFile]()
         for hash_, token_ids in self._found[: len(block_ids)]:
             if (slot := self._host.get(hash_)) is None:
-                key = self._key(hash_, version)
-                slot = self._put(hash_, token_ids) if key in self._disk else None
+                slot = self._put(hash_, token_ids) if self._has_file(hash_) else None
                 if slot is None:
                     break
-                self._disk.move_to_end(key)
-                files[len(slots)] = BlockFile(slot.number, key, token_ids)
+                files[len(slots)] = BlockFile(slot.number, self._key(hash_), token_ids)
             self._host.hold(slot)
             slots.append(slot)
         hashes = [hash_ for hash_, _ in self._found[: len(slots)]]
         for hash_ in reversed(hashes):
-            self._host.touch(hash_)  # the end of a prefix is of no use without its beginning, and goes first
+            self._host.move_to_end(hash_)  # the end of a prefix is of no use without its beginning, and goes first
         self._coming.update(hashes)
         transfer = Transfer([slot.number for slot in slots], block_ids[: len(slots)], files)
-        self._loads[seq.seq_id] = PendingLoad(transfer, hashes, slots, version, self._num_ranks)
+        self._loads[seq.seq_id] = PendingLoad(transfer, hashes, slots, self._version(), self._num_ranks)
         self._meta.loads[seq.seq_id] = transfer
 
     def block_evicted(self, block: Block) -> None:
@@ -192,7 +181,8 @@ class OffloadConnector(KVConnector):
     def reset(self) -> None:
         """Forget the host's blocks, and let no file be found: they may be of other weights from here on."""
         self._epoch += 1
-        self._host.clear()
+        for hash_ in list(self._host):
+            self._host.drop(hash_)
         self._evicted.clear()
 
     def close(self) -> None:
@@ -211,10 +201,17 @@ class OffloadConnector(KVConnector):
             return b""
         return self._nonce + self._epoch.to_bytes(8, "little") + generation.to_bytes(8, "little")
 
+    def _key(self, block_hash: int) -> bytes:
+        return block_key(block_hash, self._model, self._version(), self._dtype, self._kv.block_size)
+
+    def _has_file(self, block_hash: int) -> bool:
+        """Whether a block is on disk. The first rank's file speaks for all: what another rank lacks is found out when it is read."""
+        return self._folder is not None and file_of(self._folder, self._key(block_hash)).exists()
+
     def _put(self, hash_: int, token_ids: bytes) -> Slot | None:
         """A slot for a block, for which another one may have to go; None if transfers hold all."""
         slot, evicted = self._host.put(hash_, token_ids)
-        if evicted is not None and not (self._disk and self._key(evicted, self._version()) in self._disk):
+        if evicted is not None and self.events.on and not self._has_file(evicted):
             self._report("lost", "host", 1)
         return slot
 
@@ -225,7 +222,7 @@ class OffloadConnector(KVConnector):
         count = 0
         for i, (_, hash_, token_ids) in enumerate(evicted):
             if (slot := self._host.get(hash_)) is not None:
-                self._host.touch(hash_)
+                self._host.move_to_end(hash_)
             elif (slot := self._put(hash_, token_ids)) is not None:
                 kept[slot.number] = i
                 count += 1
@@ -238,8 +235,8 @@ class OffloadConnector(KVConnector):
         numbers = [NOT_KEPT] * len(evicted)
         for number, i in kept.items():
             numbers[i] = number
-        self._executor.collective_rpc(on_store, "save", numbers, self._removed, self._writes)
-        self._removed, self._writes = [], []
+        self._executor.collective_rpc(on_store, "save", numbers, self._writes)
+        self._writes = []
 
     def _report(self, what: str, place: str, count: int, seq_id: int = -1) -> None:
         if count and self.events.on:
@@ -249,17 +246,17 @@ class OffloadConnector(KVConnector):
 
     def _process_report(self, report: Report) -> dict[int, int]:
         """Note a rank's report. Returns the tokens that have come, by seq_id, of loads that have ended on all ranks."""
-        for place, rate in report.rates.items():
-            self.rates[place] = 0.5 * self.rates[place] + 0.5 * rate * self._num_ranks
+        if report.disk_rate:
+            self.rates["disk"] = 0.5 * self.rates["disk"] + 0.5 * report.disk_rate * self._num_ranks
         for key in report.written:
             self._written[key] += 1
             if self._written[key] == self._num_ranks:
                 del self._written[key]
                 self._host.release([self._writing.pop(key)])
-                self._disk[key] = self._block_bytes
                 self._report("offloaded", "disk", 1)
-        if report.error:
-            self._give_disk_up(report.error)
+        if report.error and self._folder is not None:
+            logger.warning("K/V go to the disk no more, and are not read from it: %s", report.error)
+            self._folder = None
         received = {}
         for seq_id, failed in report.loads.items():
             load = self._loads[seq_id]
@@ -277,7 +274,8 @@ class OffloadConnector(KVConnector):
         for i in load.failed:
             if self._host.get(load.hashes[i]) is load.slots[i]:
                 self._host.drop(load.hashes[i])
-            self._disk_used -= self._disk.pop(files[i].key, 0)
+            if self._folder is not None:
+                remove(file_of(self._folder, files[i].key))
         self._host.release(load.slots)
         self._report("lost", "disk", len(load.failed))
         if load.is_cancelled or load.version != self._version():
@@ -292,32 +290,17 @@ class OffloadConnector(KVConnector):
     # --- the disk ---
 
     def _write(self, slot: Slot) -> None:
-        """Have a block written that has no file, if the disk keeps up. The oldest files go for it."""
+        """Have a block written that has no file, if the disk keeps up."""
         assert slot.hash is not None
-        key = self._key(slot.hash, self._version())
-        if key in self._disk or key in self._writing or len(self._writing) >= MOST_WRITES:
-            return
-        while self._disk_used + self._block_bytes > self._disk_size:
-            if not self._disk:
-                return  # all that counts is being written
-            oldest, size = self._disk.popitem(last=False)
-            self._disk_used -= size
-            self._removed.append(oldest)
-            self._report("lost", "disk", 1)
-        self._disk_used += self._block_bytes
-        self._host.hold(slot)
-        self._writing[key] = slot
-        self._writes.append(BlockFile(slot.number, key, slot.token_ids))
-
-    def _give_disk_up(self, error: str) -> None:
-        if self._folder is not None:
-            logger.warning("K/V go to the disk no more, and are not read from it: %s", error)
-        self._folder = None
-        self._disk.clear()
+        key = self._key(slot.hash)
+        if key not in self._writing and len(self._writing) < MOST_WRITES and not self._has_file(slot.hash):
+            self._host.hold(slot)
+            self._writing[key] = slot
+            self._writes.append(BlockFile(slot.number, key, slot.token_ids))
 
     def _flush(self, deadline: float) -> None:
         """Write what has no file: of host memory, then of the device. Some at a time, for a block that is written holds its slot."""
-        blocks = [*self._host.slots(), *(block for block in self._kv.blocks if block.hash is not None)]
+        blocks = [*self._host.values(), *(block for block in self._kv.blocks if block.hash is not None)]
         for i in range(0, len(blocks), MOST_WRITES):
             for block in blocks[i : i + MOST_WRITES]:
                 if isinstance(block, Slot):
