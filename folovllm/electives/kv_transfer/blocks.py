@@ -122,7 +122,7 @@ def move_blocks(engine: LLMEngine, copy: Copy, ids: list[int], skip: int, count:
     """Move the blocks `ids` on all ranks, and tell those who listen. The memory holds `count` blocks, of which `skip` come before."""
     if not ids:
         return
-    layout, events = copy.request.layout, engine.scheduler.kv.events
+    layout, events = copy.request.layout, cache_manager(engine).events
     memory = msgspec.structs.astuple(copy.memory)
     engine.executor.collective_rpc(copy_blocks, memory, layout.ranks, ids, skip, count, to_cache)
     if events.on:

@@ -300,7 +300,10 @@ class OffloadConnector(KVConnector):
 
     def _flush(self, deadline: float) -> None:
         """Write what has no file: of host memory, then of the device. Some at a time, for a block that is written holds its slot."""
-        blocks = [*self._host.values(), *(block for block in self._kv.blocks if block.hash is not None)]
+        blocks: list[Slot | Block] = [
+            *self._host.values(),
+            *(block for block in self._kv.blocks if block.hash is not None),
+        ]
         for i in range(0, len(blocks), MOST_WRITES):
             for block in blocks[i : i + MOST_WRITES]:
                 if isinstance(block, Slot):
