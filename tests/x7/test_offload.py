@@ -15,7 +15,7 @@ import pytest
 
 from folovllm.apps.cli.show import step_line
 from folovllm.electives.kv_transfer import store as stores
-from folovllm.electives.kv_transfer.disk import NAME, BlockFiles, file_of
+from folovllm.electives.kv_transfer.disk import NAME, BlockFiles, file_of, remove
 from folovllm.electives.kv_transfer.index import HostIndex
 from folovllm.electives.rollouts.sleep import sleep, wake_up
 from folovllm.electives.rollouts.weights import get_weights, update_weights
@@ -248,7 +248,7 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
     def unreliable(self: BlockFiles, key: bytes, *arguments: Any) -> bool:
         time.sleep(rng.choice((0.0, 0.0, 0.003)))
         if rng.random() < 0.1:
-            file_of(self._folder, key).unlink(missing_ok=True)
+            remove(file_of(self._folder, key))
         return read(self, key, *arguments)
 
     monkeypatch.setattr(BlockFiles, "read", unreliable)

@@ -34,9 +34,9 @@ def private_folder(parent: Path) -> Path:
     return folder
 
 
-def file_of(folder: Path, key: bytes, rank: int = 0) -> Path:
-    """The file of a block's part on a rank."""
-    return folder / f"{key.hex()}.{rank}{SUFFIX}"
+def file_of(folder: Path, key: bytes, rank: int = 0) -> str:
+    """The path of the file of a block's part on a rank."""
+    return f"{folder}/{key.hex()}.{rank}{SUFFIX}"
 
 
 class BlockFiles:
@@ -52,10 +52,10 @@ class BlockFiles:
             with suppress(OSError):
                 info = entry.stat()
                 if entry.name.endswith(f".{rank}{SUFFIX}"):
-                    found.append((info.st_mtime_ns, entry.name, info.st_size))
+                    found.append((info.st_mtime_ns, entry.path, info.st_size))
                 elif entry.name.startswith("tmp") and time.time() - info.st_mtime > STALE:
                     os.unlink(entry.path)
-        self._sizes = OrderedDict((folder / name, size) for _, name, size in sorted(found))  # the oldest first
+        self._sizes = OrderedDict((path, size) for _, path, size in sorted(found))  # the oldest first
         self._used = sum(self._sizes.values())
 
     def write(self, key: bytes, token_ids: bytes, payload: memoryview) -> None:
@@ -68,8 +68,7 @@ class BlockFiles:
                 file.write(payload)
             os.replace(name, path)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
+            remove(name)
             raise
         self._count(path, len(head) + len(payload))
 
@@ -77,7 +76,7 @@ class BlockFiles:
         """Read a block into `out`. False if it is not there, or is not what it claims to be: then its file is removed."""
         path = file_of(self._folder, key, self._rank)
         try:
-            with path.open("rb") as file:
+            with open(path, "rb") as file:
                 claimed = file.read(len(MAGIC) + 16 + len(token_ids))
                 is_whole = file.readinto(out) == len(out) and not file.read(1)
         except OSError:
@@ -90,7 +89,7 @@ class BlockFiles:
         remove(path)
         return False
 
-    def _count(self, path: Path, size: int) -> None:
+    def _count(self, path: str, size: int) -> None:
         """Count a file that was written, and remove the oldest ones if they are too many now."""
         with self._lock:
             self._used += size - self._sizes.pop(path, 0)
@@ -101,10 +100,10 @@ class BlockFiles:
                 remove(oldest)
 
 
-def remove(path: Path) -> None:
+def remove(path: str) -> None:
     """Remove a file, if it is there."""
     with suppress(OSError):
-        path.unlink()
+        os.unlink(path)
 
 
 def claim(key: bytes, token_ids: bytes, payload: memoryview) -> bytes:

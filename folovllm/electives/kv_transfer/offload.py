@@ -71,10 +71,8 @@ class OffloadConnector(KVConnector):
         config, self._kv, self._executor, self.events = setup.config, kv, executor, kv.events
         self._num_ranks = config.tensor_parallel_size
         self._folder = None if config.kv_offload_dir is None else private_folder(Path(config.kv_offload_dir))
-        size, most = (
-            num_bytes("kv_offload", config.kv_offload),
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        )
+        size = num_bytes("kv_offload", config.kv_offload)
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > most:
             raise ValueError(f"kv_offload is more than this machine's memory of {most:,} bytes: take less")
         share, folder_bytes = size // self._num_ranks, num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
@@ -206,7 +204,7 @@ class OffloadConnector(KVConnector):
 
     def _has_file(self, block_hash: int) -> bool:
         """Whether a block is on disk. The first rank's file speaks for all: what another rank lacks is found out when it is read."""
-        return self._folder is not None and file_of(self._folder, self._key(block_hash)).exists()
+        return self._folder is not None and os.path.exists(file_of(self._folder, self._key(block_hash)))
 
     def _put(self, hash_: int, token_ids: bytes) -> Slot | None:
         """A slot for a block, for which another one may have to go; None if transfers hold all."""
