@@ -13,7 +13,7 @@ import torch
 from folovllm.electives.kv_transfer import store as stores
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left
-from tests.x7.engines import COUNTS, PLAIN, answers, connector_of, make_engine, poison, rounds, settle
+from tests.x7.engines import COUNTS, PLAIN, answers, answers_but_aborted, make_engine, poison, rounds, settle
 
 pytestmark = pytest.mark.gpu
 FIELDS: dict[str, Any] = {
@@ -86,18 +86,8 @@ def test_aborts_at_any_moment() -> None:
     ]
     fields = FIELDS | {"batch_invariant": True, "attention_backend": "triton"}
     expected = answers(make_engine(**fields, num_kv_blocks=2_000), requests)
-    engine, done, aborted = make_engine(**fields, num_kv_blocks=24, kv_offload="64MiB"), dict[str, list[int]](), set()
-    left = list(range(len(requests)))
-    while left or engine.has_unfinished_requests():
-        while left and rng.random() < 0.5:
-            i = left.pop(0)
-            engine.add_request(str(i), requests[i].prompt, requests[i].params, stream=False)
-        for output in engine.step():
-            done[output.request_id] = list(output.outputs[0].token_ids)
-        if engine.request_ids and rng.random() < 0.1:
-            aborted.add(engine.abort_request(rng.choice(engine.request_ids)).request_id)
-    assert all(tokens == expected[int(number)] for number, tokens in done.items() if number not in aborted)
+    engine = make_engine(**fields, num_kv_blocks=24, kv_offload="64MiB")
+    for i, tokens in answers_but_aborted(engine, requests, rng).items():
+        assert tokens == expected[i], i
     settle(engine)
-    assert not connector_of(engine)._loads
-    assert not any(slot.transfers for slot in connector_of(engine)._host.values())
     engine.close()
