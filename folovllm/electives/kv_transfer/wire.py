@@ -21,7 +21,7 @@ import xxhash
 
 from folovllm.models.messages import printable
 
-MAGIC = b"FOLOKV2\n"  # the version is in it
+MAGIC = b"FOLOKV3\n"  # the version is in it
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
 STALLED = 10.0  # seconds
