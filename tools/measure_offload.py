@@ -22,7 +22,7 @@ from folovllm.apps.bench.contenders import random_model
 from folovllm.apps.bench.serve import exactly, run_workload, running
 from folovllm.apps.bench.workload import BenchRequest, Workload
 from folovllm.config import EngineConfig
-from folovllm.electives.kv_transfer.store import STORE, BlockStore, Transfer
+from folovllm.electives.kv_transfer.store import STORE, BlockStore
 from folovllm.engine.llm_engine import LLMEngine
 from tools.gpu import link_rates, seconds_of
 
@@ -45,17 +45,16 @@ def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
     (store,) = engine.executor.collective_rpc(store_of)
     copies = store._copies
     assert copies is not None
-    transfers = [Transfer(i, i, b"", b"") for i in range(min(count, len(store.host)))]
-    num_bytes = len(transfers) * store.block_bytes
+    numbers = list(range(min(count, len(store.host))))
+    num_bytes = len(numbers) * store.block_bytes
 
     def leave() -> None:
-        for i in range(0, len(transfers), copies.room):
-            slots = [each.slot for each in transfers[i : i + copies.room]]
-            copies.gather(slots)
-            copies.send(slots)
+        for i in range(0, len(numbers), copies.room):
+            copies.gather(numbers[i : i + copies.room])
+            copies.send(numbers[i : i + copies.room])
 
     out = min(seconds_of(leave) for _ in range(5))
-    into = min(seconds_of(lambda: copies.load(transfers)) for _ in range(5))
+    into = min(seconds_of(lambda: copies.load(numbers, numbers)) for _ in range(5))
     return num_bytes / into, num_bytes / out
 
 

@@ -156,7 +156,7 @@ class PrefixCache:
 
     def _named(self, seq: Sequence, i: int) -> CachedPrefix:
         """The cached prefix of `seq`, with the hash of block i. A hash is made once, since the tokens of a full block never change."""
-        notes, size = cached_prefix_of(seq), self._block_size
+        notes, size = seq.prefix or cached_prefix_of(seq), self._block_size
         if i >= len(notes.hashes):
             prefix = notes.hashes[-1] if notes.hashes else self.root_of(seq)
             new = seq.token_ids[len(notes.hashes) * size : seq.num_tokens // size * size]
@@ -212,10 +212,11 @@ class PrefixCachingBlockManager(BlockManager):
         """
         if seq.num_unscored_tokens:
             return
+        serials = self.prefix_cache.serials(seq)
         for block in self.usable(seq, self.prefix_cache.longest_cached_prefix(seq)):
             self.adopt(block)
             seq.block_table.append(block.block_id)
-            self.prefix_cache.serials(seq).append(block.serial)
+            serials.append(block.serial)
             if self.events.on:
                 self.events.emit(BlockAdopted(block.block_id, seq.seq_id, block.ref_count))
         seq.num_computed_tokens = len(seq.block_table) * self.block_size

@@ -73,8 +73,8 @@ class ConnectedScheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Take in what has arrived, put aside what can come, and decide the next step with the rest."""
-        self._take_in()
-        self._put_aside()
+        self._queue_loaded()
+        self._start_loads()
         output = self.inner.schedule()
         self._asked.difference_update(output.preempted)
         self.connector.build_connector_meta(output)
@@ -98,7 +98,7 @@ class ConnectedScheduler:
         self._arrived = now
         return self.inner.postprocess(sampled)
 
-    def _take_in(self) -> None:
+    def _queue_loaded(self) -> None:
         """Let requests wait again whose K/V has come, as far as it did."""
         for seq_id, num_tokens in self.connector.get_finished().items():
             if (seq := self._loading.pop(seq_id, None)) is not None:  # else it was aborted
@@ -107,7 +107,7 @@ class ConnectedScheduler:
                 self.kv.free(seq)
                 self.inner.add(seq)
 
-    def _put_aside(self) -> None:
+    def _start_loads(self) -> None:
         """Reserve blocks for what can come of the requests that wait, in their order, as far as there is room."""
         undecided, self._undecided = self._undecided, []
         for seq in undecided:
@@ -119,9 +119,9 @@ class ConnectedScheduler:
     def _ask(self, seq: Sequence) -> bool:
         """Ask whether K/V of `seq` can come, and put it aside if so. False: there is no room for it, and none for those behind it."""
         self.kv.get_computed_blocks(seq)  # none, if its prompt needs scores: then all is computed
-        wanted = (
-            0 if seq.num_unscored_tokens else self.connector.get_num_new_matched_tokens(seq, seq.num_computed_tokens)
-        )
+        wanted: int | None = 0
+        if not seq.num_unscored_tokens:
+            wanted = self.connector.get_num_new_matched_tokens(seq, seq.num_computed_tokens)
         if wanted and self.kv.can_allocate(seq, wanted):
             num_cached = len(seq.block_table)
             self.kv.allocate(seq, wanted)

@@ -392,7 +392,7 @@ def whatever_is_stored(places, first, *_):
 
 def time_of(rule):
     """Milliseconds to the first token where four threads read a block each in 100 ms, and the engine knows it."""
-    with patch.object(offload, "blocks_to_load", rule), patch.dict(offload.RATES, disk=4 * block_bytes / 0.1), after(0.1):
+    with patch.object(offload, "blocks_to_load", rule), patch.object(offload, "DISK_RATE", 4 * block_bytes / 0.1), after(0.1):
         return 1e3 * restarted(kv_offload="16MiB", kv_offload_dir=str(whole))[0]
 
 

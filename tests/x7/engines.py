@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,16 +58,32 @@ def answers(engine: LLMEngine, requests: Sequence[Request]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in serve(engine, requests)]
 
 
+def answers_but_aborted(engine: LLMEngine, requests: Sequence[Request], rng: random.Random) -> dict[int, list[int]]:
+    """Answers by number. Requests come at random, and some are aborted at random: theirs are left out."""
+    aborted, done, left = set[int](), dict[int, list[int]](), list(range(len(requests)))
+    while left or engine.has_unfinished_requests():
+        while left and rng.random() < 0.5:
+            i = left.pop(0)
+            engine.add_request(str(i), requests[i].prompt, requests[i].params, stream=False)
+        for output in engine.step():
+            done[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if engine.request_ids and rng.random() < 0.1:
+            aborted.add(int(engine.abort_request(rng.choice(engine.request_ids)).request_id))
+    assert aborted and len(done) > 15
+    return {i: tokens for i, tokens in done.items() if i not in aborted}
+
+
 def connector_of(engine: LLMEngine) -> Any:
     return engine.scheduler.connector  # type: ignore[attr-defined]
 
 
 def settle(engine: LLMEngine) -> None:
-    """Let all transfers end."""
-    import time
-
+    """Let all transfers end, and check that nothing is held."""
     connector = connector_of(engine)
     connector._settle(time.monotonic() + 10)
+    slots = [*connector._host.free, *connector._host.values()]
+    assert not connector._loads and not connector._coming and not any(slot.transfers for slot in slots)
+    assert sorted(slot.number for slot in slots) == list(range(len(slots)))
 
 
 def poison(block_ids: Sequence[int], cache: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from folovllm.electives.kv_transfer import store as stores
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left
-from tests.x7.engines import COUNTS, PLAIN, answers, connector_of, make_engine, poison, rounds, settle
+from tests.x7.engines import COUNTS, PLAIN, answers, answers_but_aborted, make_engine, poison, rounds, settle
 
 pytestmark = pytest.mark.gpu
 FIELDS: dict[str, Any] = {
@@ -37,19 +37,15 @@ def test_bytes_leave_and_come_back_as_they_were(dtype: str) -> None:
     (store,) = engine.executor.collective_rpc(store_of)
     copies, cache = store._copies, store.cache
     assert copies is not None
-    transfers = [
-        stores.Transfer(slot, block, b"", b"")
-        for slot, block in zip(random.sample(range(len(store.host)), 250), random.sample(range(300), 250), strict=True)
-    ]
+    slots, blocks, targets = (random.sample(range(n), 250) for n in (len(store.host), 300, 300))
     cache.random_(-(2**31), 2**31 - 1)
     before = cache.clone()
-    copies.gather([each.block_id for each in transfers])
-    copies.send([each.slot for each in transfers])
-    poison([each.block_id for each in transfers], cache)
-    targets = random.sample(range(300), 250)
+    copies.gather(blocks)
+    copies.send(slots)
+    poison(blocks, cache)
     expected = cache.clone()
-    expected[:, targets] = before[:, [each.block_id for each in transfers]]
-    _, done = copies.load([each._replace(block_id=target) for each, target in zip(transfers, targets, strict=True)])
+    expected[:, targets] = before[:, blocks]
+    done = copies.load(slots, targets)
     torch.cuda.current_stream().wait_event(done)
     assert torch.equal(cache, expected)
     engine.close()
@@ -65,7 +61,7 @@ def test_answers_are_those_of_a_cache_with_room(
     def start_load_kv(self: stores.BlockStore, meta: stores.ConnectorMetadata) -> None:
         loads, meta.loads = meta.loads, {}
         start(self, meta)
-        poison([each.block_id for transfers in loads.values() for each in transfers], self.cache)
+        poison([block for transfer in loads.values() for block in transfer.block_ids], self.cache)
         start(self, stores.ConnectorMetadata(loads=loads))
 
     monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
@@ -90,19 +86,8 @@ def test_aborts_at_any_moment() -> None:
     ]
     fields = FIELDS | {"batch_invariant": True, "attention_backend": "triton"}
     expected = answers(make_engine(**fields, num_kv_blocks=2_000), requests)
-    engine, done, aborted = make_engine(**fields, num_kv_blocks=24, kv_offload="64MiB"), dict[str, list[int]](), set()
-    left = list(range(len(requests)))
-    while left or engine.has_unfinished_requests():
-        while left and rng.random() < 0.5:
-            i = left.pop(0)
-            engine.add_request(str(i), requests[i].prompt, requests[i].params, stream=False)
-        for output in engine.step():
-            done[output.request_id] = list(output.outputs[0].token_ids)
-        if engine.request_ids and rng.random() < 0.1:
-            aborted.add(engine.abort_request(rng.choice(engine.request_ids)).request_id)
-    assert all(tokens == expected[int(number)] for number, tokens in done.items() if number not in aborted)
+    engine = make_engine(**fields, num_kv_blocks=24, kv_offload="64MiB")
+    for i, tokens in answers_but_aborted(engine, requests, rng).items():
+        assert tokens == expected[i], i
     settle(engine)
-    assert not connector_of(engine)._loads and not any(
-        entry.holds for entry in connector_of(engine)._host._entries.values()
-    )
     engine.close()

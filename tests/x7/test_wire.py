@@ -14,13 +14,13 @@ from folovllm.electives.kv_transfer import wire
 from folovllm.electives.kv_transfer.segment import Segment, open_segment
 
 pytestmark = pytest.mark.x7
-LAYOUT = wire.Layout(0, b"m", "float32", "", 4, (2, 2, 2, 4, 8), 1)
+LAYOUT = wire.Layout(b"m", 4, "float32", (2, 2, 2, 4, 8), 1)
 hashes = st.integers(0, 2**64 - 1)
 segments = st.builds(wire.SegmentRef, st.text(max_size=30), st.binary(max_size=16))
 shapes = st.lists(st.integers(1, 999)).map(tuple)
-layouts = st.builds(wire.Layout, hashes, st.binary(), st.text(), st.text(), hashes, shapes, hashes)
+layouts = st.builds(wire.Layout, st.binary(), hashes, st.text(), shapes, hashes)
 messages: st.SearchStrategy[Any] = st.one_of(
-    st.builds(wire.Ask, layouts, st.binary(), hashes, st.none() | st.text()),
+    st.builds(wire.PrefillRequest, layouts, st.binary(), hashes, st.none() | st.text()),
     st.builds(wire.Blocks, layouts, hashes, hashes, st.binary(), st.binary(), segments),
     st.builds(wire.Reply, st.sampled_from(["bytes", "next"])),
     st.builds(wire.Refusal, st.text()),
@@ -101,7 +101,7 @@ def test_a_refusal_says_why(data: bytes, says: str) -> None:
 
 
 async def greeted(data: bytes) -> None:
-    await end_of(data)[0].greet()
+    await end_of(data)[0].handshake()
 
 
 async def greeting(secret: bytes, is_server: bool, at: int = -1, change: int = 0) -> None:
@@ -119,9 +119,9 @@ async def greeting(secret: bytes, is_server: bool, at: int = -1, change: int = 0
         ours.reader.feed_data(data)
 
     back.write = pass_on  # type: ignore[method-assign]
-    answering = asyncio.create_task(theirs.greet())
+    answering = asyncio.create_task(theirs.handshake())
     try:
-        await ours.greet()
+        await ours.handshake()
     finally:
         answering.cancel()
         await asyncio.wait([answering])
@@ -140,7 +140,7 @@ def test_both_sides_prove_that_they_know_the_secret() -> None:
 def test_layouts_differ_in_a_sentence() -> None:
     LAYOUT.require_same(LAYOUT)
     assert LAYOUT.block_bytes == 2 * 2 * 2 * 4 * 8
-    for name, value in zip(LAYOUT.__struct_fields__, (1, b"o", "o", "o", 8, (1,), 2), strict=True):
+    for name, value in zip(LAYOUT.__struct_fields__, (b"o", 8, "o", (1,), 2), strict=True):
         with pytest.raises(wire.WireError, match=f"another {name}: "):
             LAYOUT.require_same(msgspec.structs.replace(LAYOUT, **{name: value}))
 
@@ -153,14 +153,14 @@ SOUND = wire.Blocks(LAYOUT, 1, 3, TOKENS[16:48], b"", wire.SegmentRef("", b""))
     "changes",
     [
         {"first": 2}, {"end": 2}, {"end": 1}, {"end": 0}, {"token_ids": TOKENS[:32]}, {"end": 5}, {"end": 2**62},
-        {"layout": msgspec.structs.replace(LAYOUT, weights=1)},
+        {"layout": msgspec.structs.replace(LAYOUT, model=b"o")},
     ],
 )  # fmt: skip
 def test_blocks_are_those_that_were_asked_for(changes: dict[str, Any]) -> None:
-    ask = wire.Ask(LAYOUT, TOKENS, 1, None)
-    SOUND.require_sound(ask, 1)
+    request = wire.PrefillRequest(LAYOUT, TOKENS, 1, None)
+    SOUND.require_answer(request, 1)
     with pytest.raises(wire.WireError):
-        msgspec.structs.replace(SOUND, **changes).require_sound(ask, 1)
+        msgspec.structs.replace(SOUND, **changes).require_answer(request, 1)
 
 
 def test_memory_is_shared_only_as_it_was_offered() -> None:
@@ -168,12 +168,10 @@ def test_memory_is_shared_only_as_it_was_offered() -> None:
     path, nonce = msgspec.structs.astuple(segment.ref)
     segment.data[:3] = b"abc"
     memory = open_segment(segment.ref)
-    assert bytes(memory[:3]) == b"abc"
+    assert memory is not None and bytes(memory[:3]) == b"abc"
     for other in ((path, b"x" * 16), ("/etc/passwd", nonce), ("/proc/1/fd/99", nonce), ("", nonce), ("\0", nonce)):
-        with pytest.raises(ValueError, match="is not there"):
-            open_segment(wire.SegmentRef(*other))
+        assert open_segment(wire.SegmentRef(*other)) is None
     segment.close()
     open_segment.cache_clear()
-    with pytest.raises(ValueError, match="is not there"):
-        open_segment(segment.ref)
+    assert open_segment(segment.ref) is None
     assert bytes(memory[:3]) == b"abc", "who has it open still sees it"

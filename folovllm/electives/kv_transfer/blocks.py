@@ -8,7 +8,6 @@ admitted, it computes them.
 
 from __future__ import annotations
 
-import os
 import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -17,15 +16,13 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.electives.kv_transfer.digest import model_digest
 from folovllm.electives.kv_transfer.rank_cache import cache_of, move, on_device, runner_of
 from folovllm.electives.kv_transfer.segment import MOST_MAPPED, open_segment
-from folovllm.electives.kv_transfer.wire import Ask, Layout, SegmentRef
+from folovllm.electives.kv_transfer.wire import Copy, Layout, SegmentRef
 from folovllm.engine.events import BlocksMoved
-from folovllm.layers.attention import attention_layers
 from folovllm.models.model_config import num_linear_of
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
@@ -37,25 +34,23 @@ if TYPE_CHECKING:
 _layouts: weakref.WeakKeyDictionary[LLMEngine, Layout] = weakref.WeakKeyDictionary()
 
 
-def look_up(engine: LLMEngine, query: dict[str, Any]) -> bytes:
+def get_computed_blocks(engine: LLMEngine, query: dict[str, Any]) -> bytes:
     """The engine's `Layout`, and how many blocks of a prompt (`token_ids`, `salt`) are cached; encoded.
 
     Raises ValueError if the engine's K/V cannot travel.
     """
-    seq = _sequence(query["token_ids"], query["salt"])
-    return msgspec.msgpack.encode((_layout(engine), len(_manager(engine).prefix_cache.longest_cached_prefix(seq))))
+    kv, seq = cache_manager(engine), prompt_sequence(query["token_ids"], query["salt"])
+    return msgspec.msgpack.encode((layout_of(engine), len(kv.prefix_cache.longest_cached_prefix(seq))))
 
 
 def export_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
-    """Copy blocks from the cache to memory (`blocks`: an `Ask`, the first, the end, and a `SegmentRef`), as many as are there. Returns how many.
+    """Copy blocks from the cache to memory, as many as are there: what `Copy` says, encoded under "copy". Returns how many.
 
-    Raises ValueError if the engine's layout is another by now (its weights have changed), or it sleeps, or the memory is gone.
+    Raises ValueError if the engine's layout is another, or its weights have changed, or it sleeps, or the memory is gone.
     """
-    ask, first, end, memory, kv = _asked(engine, query)
-    found = kv.prefix_cache.longest_cached_prefix(_sequence(ask.tokens(0, end), ask.salt))[first:]
-    if found:
-        _copy(engine, ask, memory, [block.block_id for block in found], 0, len(found), to_cache=False)
-        _report(kv, "offloaded", len(found), ask)
+    kv, copy, seq = decoded(engine, query)
+    found = kv.prefix_cache.longest_cached_prefix(seq)[copy.first :]
+    move_blocks(engine, copy, [block.block_id for block in found], 0, len(found), to_cache=False)
     return len(found)
 
 
@@ -65,89 +60,84 @@ def import_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
     Returns:
         The number of blocks that the prompt has in the cache now; fewer than `end` if there is no room.
     """
-    ask, first, end, memory, kv = _asked(engine, query)
-    seq = _sequence(ask.tokens(0, end), ask.salt)
+    kv, copy, seq = decoded(engine, query)
     try:
         kv.get_computed_blocks(seq)
-        have = len(seq.block_table)
-        missing = (end - have) * kv.block_size
-        if have < first or missing <= 0 or not kv.can_allocate(seq, missing):
-            return have
+        num_cached = len(seq.block_table)
+        missing = (copy.end - num_cached) * kv.block_size
+        if num_cached < copy.first or missing <= 0 or not kv.can_allocate(seq, missing):
+            return num_cached
         kv.allocate(seq, missing)
         if kv.connector is not None:
             kv.connector.build_connector_meta(SchedulerOutput())  # it saves first what these blocks held
-        _copy(engine, ask, memory, seq.block_table[have:], have - first, end - first, to_cache=True)
-        seq.num_computed_tokens = end * kv.block_size
+        skip, count = num_cached - copy.first, copy.end - copy.first
+        move_blocks(engine, copy, seq.block_table[num_cached:], skip, count, to_cache=True)
+        seq.num_computed_tokens = copy.end * kv.block_size
         kv.cache_blocks(seq)
-        _report(kv, "loaded", end - have, ask)
-        return end
+        return copy.end
     finally:
         kv.free(seq)
 
 
-def _asked(engine: LLMEngine, query: dict[str, Any]) -> tuple[Ask, int, int, SegmentRef, PrefixCachingBlockManager]:
-    """What a call is about, and the owner of the cache."""
-    ask, first, end, memory = msgspec.msgpack.decode(query["blocks"], type=tuple[Ask, int, int, SegmentRef])
-    _layout(engine).require_same(ask.layout)
+def decoded(engine: LLMEngine, query: dict[str, Any]) -> tuple[PrefixCachingBlockManager, Copy, Sequence]:
+    """The owner of the cache, what to copy, and a sequence that has these blocks. Raises what `export_blocks` raises."""
+    kv, copy = cache_manager(engine), msgspec.msgpack.decode(query["copy"], type=Copy)
+    layout_of(engine).require_same(copy.request.layout)
     if engine.refusal:
         raise ValueError(engine.refusal)
-    return ask, first, end, memory, _manager(engine)
+    return kv, copy, prompt_sequence(copy.request.tokens(0, copy.end), copy.request.salt)
 
 
-def _sequence(token_ids: bytes, salt: str | None) -> Sequence:
+def prompt_sequence(token_ids: bytes, salt: str | None) -> Sequence:
     """A sequence that is never scheduled: it begins with these tokens, whose last block may be cached, since one more follows."""
     tokens = [*np.frombuffer(token_ids, np.int32).tolist(), 0]
     return Sequence(Request("", tokens, SamplingParams(), max_tokens=1, seed=0, cache_salt=salt), cast(Any, None))
 
 
-def _manager(engine: LLMEngine) -> PrefixCachingBlockManager:
+def cache_manager(engine: LLMEngine) -> PrefixCachingBlockManager:
+    """The owner of the engine's blocks. Raises ValueError if what is in them cannot travel."""
     kv = engine.scheduler.kv
     if not isinstance(kv, PrefixCachingBlockManager):
         raise ValueError("--role needs a cache of prefixes: leave --milestone out, or say --enable-prefix-caching")
     if num_linear_of(engine.setup.hf_config):
         raise ValueError("--role: layers of this model keep states, which do not travel. Serve it with one engine")
+    if "calculate_kv_scales" in engine.setup.config.extras:
+        raise ValueError(
+            "--role: each engine measures scales of its own, so their K/V differ: leave calculate_kv_scales out"
+        )
+    if getattr(kv.prefix_cache.root, "number", 0):
+        raise ValueError("the weights were updated, which gives them no name that a peer knows: their K/V stay here")
     return kv
 
 
-def _layout(engine: LLMEngine) -> Layout:
-    """The layout of the cache. What the ranks say is kept until the weights change."""
-    kv, setup = _manager(engine), engine.setup
-    weights = int(getattr(kv.prefix_cache.root, "number", 0))
-    if (known := _layouts.get(engine)) is None or known.weights != weights:
-        facts = engine.executor.collective_rpc(cache_facts)
-        scales, (_, dtype, shape) = "".join(each[0] for each in facts), facts[0]
-        # What weights were changed to has no name that another process knows, so their K/V stay here.
-        model = os.urandom(16) if weights else model_digest(setup, by_time=False)
-        known = _layouts[engine] = Layout(weights, model, dtype, scales, kv.block_size, shape, len(facts))
-    return known
+def layout_of(engine: LLMEngine) -> Layout:
+    """The layout of the engine's cache. It is made once."""
+    if engine not in _layouts:
+        facts, model = engine.executor.collective_rpc(cache_facts), model_digest(engine.setup, by_time=False)
+        _layouts[engine] = Layout(model, engine.setup.block_size, *facts[0], len(facts))
+    return _layouts[engine]
 
 
-def _report(kv: PrefixCachingBlockManager, what: str, count: int, ask: Ask) -> None:
-    if kv.events.on:
-        kv.events.emit(BlocksMoved(what, "peer", count, count * ask.layout.block_bytes, -1))
-
-
-def _copy(
-    engine: LLMEngine, ask: Ask, memory: SegmentRef, ids: list[int], skip: int, count: int, *, to_cache: bool
-) -> None:
-    ref = msgspec.structs.astuple(memory)
-    engine.executor.collective_rpc(copy_blocks, ref, ask.layout.ranks, ids, skip, count, to_cache)
+def move_blocks(engine: LLMEngine, copy: Copy, ids: list[int], skip: int, count: int, *, to_cache: bool) -> None:
+    """Move the blocks `ids` on all ranks, and tell those who listen. The memory holds `count` blocks, of which `skip` come before."""
+    if not ids:
+        return
+    layout, events = copy.request.layout, cache_manager(engine).events
+    memory = msgspec.structs.astuple(copy.memory)
+    engine.executor.collective_rpc(copy_blocks, memory, layout.ranks, ids, skip, count, to_cache)
+    if events.on:
+        what = "loaded" if to_cache else "offloaded"
+        events.emit(BlocksMoved(what, "peer", len(ids), len(ids) * layout.block_bytes, -1))
 
 
 # --- on each rank ------------------------------------------------------------------------------------------------------
 
 
-def cache_facts(worker: Any) -> tuple[str, str, tuple[int, ...]]:
-    """What a rank knows of its cache: a digest of the scales of 8 bits, the dtype, and the shape of a block (`Layout.shape`)."""
-    runner, digest = runner_of(worker), xxhash.xxh3_64()
-    layers, two, _, heads, size, numbers = runner.kv_cache.shape
-    width = runner.kv_cache.element_size()
-    for layer in attention_layers(runner.model) if width == 1 else ():
-        offset = layer.scales.offset
-        digest.update(repr((layer.scales.key, layer.scales.value, offset is None)).encode())
-        digest.update(b"" if offset is None else offset.float().cpu().numpy().tobytes())
-    dtype = str(runner.kv_cache.dtype).removeprefix("torch.")
-    return digest.hexdigest() if width == 1 else "", dtype, (layers, two, heads, size, numbers * width)
+def cache_facts(worker: Any) -> tuple[str, tuple[int, ...]]:
+    """What a rank knows of its cache: the dtype, and the shape of a block (`Layout.shape`)."""
+    cache = runner_of(worker).kv_cache
+    layers, two, _, heads, size, numbers = cache.shape
+    return str(cache.dtype).removeprefix("torch."), (layers, two, heads, size, numbers * cache.element_size())
 
 
 def copy_blocks(
@@ -183,7 +173,9 @@ def copy_blocks(
 @lru_cache(MOST_MAPPED)
 def mapped(ref: SegmentRef, is_cuda: bool) -> torch.Tensor:
     """A segment [words]. It stays mapped, and pinned where there is a GPU (which takes long), until many others have come."""
-    memory = torch.frombuffer(open_segment(ref), dtype=torch.int32)
+    if (data := open_segment(ref)) is None:
+        raise ValueError("the shared memory of K/V is gone")
+    memory = torch.frombuffer(data, dtype=torch.int32)
     if is_cuda:  # what cannot be pinned is copied in the slower way
         cudart = torch.cuda.cudart()
         cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)

@@ -31,18 +31,13 @@ def route(
         raise ValueError(
             f'{error.name} is not installed: pip install "folovllm[serve]" brings what a router needs'
         ) from error
-    urls = [*decode, *(prefill or ())]
-    for url in urls:
+    for url in (*decode, *(prefill or ())):
         if not (found := URL.fullmatch(url)) or int((found[2] or ":0")[1:]) > 65535:
             raise ValueError(
                 f"a server's URL begins with http:// and names a host, and a port if need be, unlike {url!r}"
             )
     if not host:
         raise ValueError("--host is empty: name an address of this machine; 0.0.0.0 is all of them")
-    if f"http://{host}:{port}" in urls:
-        raise ValueError(
-            f"--host and --port are where the router listens: http://{host}:{port} cannot be a server, too"
-        )
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError, UnicodeError) as error:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import xxhash
 
@@ -18,83 +18,92 @@ SUFFIX = ".kv"
 STALE = 3600.0  # seconds after which a file that was never completed is nobody's
 
 
-def own_folder(parent: Path) -> Path:
+def private_folder(parent: Path) -> Path:
     """Make our folder in `parent`, readable by us alone: K/V tell what was asked. Raises ValueError where that cannot be."""
     folder = parent / NAME
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        info = folder.lstat()
-        is_ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
-        if is_ours:
-            folder.chmod(0o700)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise ValueError("it is not a folder of yours")
+        folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"kv_offload_dir: nothing can be written to {str(folder)!r:.300}: {why}") from error
-    if not is_ours:
-        raise ValueError(f"kv_offload_dir: {folder} is not a folder of yours: choose another place")
     return folder
 
 
-def stored_keys(folder: Path, num_ranks: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the keys of complete blocks, which every rank has, with the bytes of all their files; the oldest first. Broken-off files are removed."""
-    found: dict[str, list[os.stat_result]] = {}
-    for entry in os.scandir(folder):
-        with suppress(OSError):
-            if entry.name.startswith("tmp") and time.time() - entry.stat().st_mtime > STALE:
-                os.unlink(entry.path)
-            elif entry.name.endswith(SUFFIX):
-                found.setdefault(entry.name.split(".")[0], []).append(entry.stat())
-    for name, stats in sorted(found.items(), key=lambda pair: pair[1][0].st_mtime_ns):
-        with suppress(ValueError):
-            if len(stats) == num_ranks:  # of another number of ranks there are other keys
-                yield bytes.fromhex(name), sum(each.st_size for each in stats)
+def file_of(folder: Path, key: bytes, rank: int = 0) -> str:
+    """The path of the file of a block's part on a rank."""
+    return f"{folder}/{key.hex()}.{rank}{SUFFIX}"
 
 
 class BlockFiles:
-    """A rank's files, one a block: what it claims to be (`claim`), then its K/V."""
+    """A rank's files, one a block: what it claims to be (`claim`), then its K/V. Threads share it.
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    Together they have at most `most_bytes`, besides those that are being written: the oldest go. A file that was read counts as new.
+    """
 
-    def path(self, key: bytes) -> Path:
-        """The file of a block."""
-        return self._folder / f"{key.hex()}.{self._rank}{SUFFIX}"
+    def __init__(self, folder: Path, rank: int, most_bytes: int) -> None:
+        self._folder, self._rank, self._most_bytes, self._lock = folder, rank, most_bytes, Lock()
+        found = []
+        for entry in os.scandir(folder):
+            with suppress(OSError):
+                info = entry.stat()
+                if entry.name.endswith(f".{rank}{SUFFIX}"):
+                    found.append((info.st_mtime_ns, entry.path, info.st_size))
+                elif entry.name.startswith("tmp") and time.time() - info.st_mtime > STALE:
+                    os.unlink(entry.path)
+        self._sizes = OrderedDict((path, size) for _, path, size in sorted(found))  # the oldest first
+        self._used = sum(self._sizes.values())
 
     def write(self, key: bytes, token_ids: bytes, payload: memoryview) -> None:
         """Write a block so that its file is there completely or not at all. Raises OSError: the disk is full or broken."""
+        head, path = claim(key, token_ids, payload), file_of(self._folder, key, self._rank)
         handle, name = tempfile.mkstemp(prefix="tmp", dir=self._folder)  # mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(claim(key, token_ids, payload))
+                file.write(head)
                 file.write(payload)
-            os.replace(name, self.path(key))
+            os.replace(name, path)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
+            remove(name)
             raise
+        self._count(path, len(head) + len(payload))
 
     def read(self, key: bytes, token_ids: bytes, out: memoryview) -> bool:
         """Read a block into `out`. False if it is not there, or is not what it claims to be: then its file is removed."""
+        path = file_of(self._folder, key, self._rank)
         try:
-            with self.path(key).open("rb") as file:
+            with open(path, "rb") as file:
                 claimed = file.read(len(MAGIC) + 16 + len(token_ids))
                 is_whole = file.readinto(out) == len(out) and not file.read(1)
         except OSError:
             return False
         if is_whole and claimed == claim(key, token_ids, out):
-            with suppress(OSError):
-                os.utime(self.path(key))  # the oldest go first
+            with suppress(OSError, KeyError):
+                os.utime(path)
+                self._sizes.move_to_end(path)
             return True
-        self.remove(key)
+        remove(path)
         return False
 
-    def remove(self, key: bytes) -> None:
-        """Remove a block's file, if it is there."""
-        with suppress(OSError):
-            self.path(key).unlink()
+    def _count(self, path: str, size: int) -> None:
+        """Count a file that was written, and remove the oldest ones if they are too many now."""
+        with self._lock:
+            self._used += size - self._sizes.pop(path, 0)
+            self._sizes[path] = size
+            while self._used > self._most_bytes:
+                oldest, its_size = self._sizes.popitem(last=False)
+                self._used -= its_size
+                remove(oldest)
+
+
+def remove(path: str) -> None:
+    """Remove a file, if it is there."""
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def claim(key: bytes, token_ids: bytes, payload: memoryview) -> bytes:

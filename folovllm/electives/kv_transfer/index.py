@@ -1,72 +1,58 @@
-"""What the driver knows of the store: which block is in which slot of host memory, on all ranks alike."""
+"""What the driver knows of host memory: which block is in which slot, on all ranks alike."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A block in host memory."""
+class Slot:
+    """A block's place in host memory."""
 
-    key: bytes
-    token_ids: bytes
-    slot: int
-    holds: int = 0  # transfers from or to the slot
-    is_coming: bool = False  # a load reads it
+    number: int
+    hash: int | None = None  # of the block in it; None: there is none, or it was forgotten
+    token_ids: bytes = b""
+    transfers: int = 0  # from or to it that are under way
 
 
-class HostIndex:
-    """Blocks by key, least recently used first.
+class HostIndex(OrderedDict[int, Slot]):
+    """The slots with a block, by the block's hash, least recently used first.
 
-    Invariant: a slot is free, or an entry's, or a transfer under way holds it (`hold`), or the last two. Only a slot that nothing holds
-    gets another block.
+    Invariant: a slot is free, or has a block, or transfers go on, or the last two. It gets another block only when no transfer goes on.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._free = list(reversed(range(num_slots)))
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        super().__init__()
+        self.free = [Slot(i) for i in reversed(range(num_slots))]
 
-    def get(self, key: bytes) -> Entry | None:
-        """The block, if it is there."""
-        return self._entries.get(key)
-
-    def touch(self, key: bytes) -> None:
-        """A block that is there counts as used now."""
-        self._entries.move_to_end(key)
-
-    def put(self, key: bytes, token_ids: bytes) -> tuple[Entry | None, bytes | None]:
-        """A slot for a new block, and the key of the block that had to go for it. None if transfers hold every slot."""
-        gone = None
-        if not self._free:
-            gone = next((key for key, entry in self._entries.items() if not entry.holds), None)
-            if gone is None:
+    def put(self, hash_: int, token_ids: bytes) -> tuple[Slot | None, int | None]:
+        """A slot for a block that is not there, and the hash of the block that must go for it. None if transfers hold every slot."""
+        evicted = None
+        if not self.free:
+            evicted = next((other for other, slot in self.items() if not slot.transfers), None)
+            if evicted is None:
                 return None, None
-            self.drop(gone)
-        entry = self._entries[key] = Entry(key, token_ids, self._free.pop())
-        return entry, gone
+            self.drop(evicted)
+        slot = self[hash_] = self.free.pop()
+        slot.hash, slot.token_ids = hash_, token_ids
+        return slot, evicted
 
-    def drop(self, key: bytes) -> None:
-        """Forget a block, if it is there."""
-        if (entry := self._entries.pop(key, None)) is not None and not entry.holds:
-            self._free.append(entry.slot)
+    def drop(self, hash_: int) -> None:
+        """Forget a block that is there."""
+        slot = self.pop(hash_)
+        slot.hash = None
+        if not slot.transfers:
+            self.free.append(slot)
 
-    def entries(self) -> list[Entry]:
-        """All blocks."""
-        return list(self._entries.values())
+    def hold(self, slot: Slot) -> None:
+        """A transfer from or to a slot begins."""
+        slot.transfers += 1
 
-    def clear(self) -> None:
-        """Forget all blocks."""
-        for key in list(self._entries):
-            self.drop(key)
-
-    def hold(self, entry: Entry) -> None:
-        """A transfer from or to a block's slot begins."""
-        entry.holds += 1
-
-    def release(self, entry: Entry) -> None:
-        """It has ended. The slot is free if the block was forgotten meanwhile."""
-        entry.holds -= 1
-        if not entry.holds and self._entries.get(entry.key) is not entry:
-            self._free.append(entry.slot)
+    def release(self, slots: Iterable[Slot]) -> None:
+        """A transfer has ended in each of these slots. One whose block was forgotten meanwhile may be free now."""
+        for slot in slots:
+            slot.transfers -= 1
+            if slot.hash is None and not slot.transfers:
+                self.free.append(slot)

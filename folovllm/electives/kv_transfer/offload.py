@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from folovllm.cache.connector import KVConnector
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.electives.kv_transfer.digest import model_digest
-from folovllm.electives.kv_transfer.disk import own_folder, stored_keys
-from folovllm.electives.kv_transfer.index import Entry, HostIndex
+from folovllm.electives.kv_transfer.disk import file_of, private_folder, remove
+from folovllm.electives.kv_transfer.index import HostIndex, Slot
 from folovllm.electives.kv_transfer.options import num_bytes
 from folovllm.electives.kv_transfer.plan import block_key, blocks_to_load, requests_to_recompute
 from folovllm.electives.kv_transfer.store import (
-    NOWHERE,
+    NOT_KEPT,
+    BlockFile,
     ConnectorMetadata,
     Report,
     Transfer,
@@ -39,108 +39,101 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("folovllm")
 
-RATES = {"host": 20e9, "disk": 1e9}  # bytes a second, until some were measured
-DRIFT = 0.05  # what is not used is not measured: each time its rate comes so much closer to the first one again
+DISK_RATE = 1e9  # bytes a second, until some were measured
+DRIFT = 0.05  # a disk that is not read is not measured: each time its rate comes so much closer to the first one again
 MOST_WRITES = 64  # under way at once
 FEWEST_TOKENS = 256  # of a step that tells how fast prompts are computed
-KNOWN_KEYS = 1 << 16
 FLUSH_SECONDS = 20.0  # at the end
 
 
 @dataclass(slots=True)
 class PendingLoad:
-    """A load, as the driver sees it."""
+    """A load, as the driver sees it. Block i of it goes through `slots[i]`."""
 
-    transfers: list[Transfer]
-    entries: list[Entry]  # whose slots it holds
+    transfer: Transfer
+    hashes: list[int]
+    slots: list[Slot]
     version: bytes
     ranks_left: int  # that are not done
-    failed: set[int] = field(default_factory=set)  # places in `transfers` that some rank could not read
+    failed: set[int] = field(default_factory=set)  # blocks that some rank could not read
     is_cancelled: bool = False
 
 
 class OffloadConnector(KVConnector):
-    """The driver's side: it decides what is kept, brought back and forgotten, and tells all ranks the same (`BlockStore`)."""
+    """The driver's side: it decides what is kept, brought back and forgotten, and tells all ranks the same (`BlockStore`).
+
+    A block in host memory is found by the hash that it had in the prefix cache: both end with this process, and both forget when weights
+    change. A file may be read by another engine, so its name is a `block_key`.
+    """
 
     def __init__(self, setup: EngineSetup, executor: Executor, kv: PrefixCachingBlockManager) -> None:
-        """Raises ValueError where memory or folder cannot be had."""
-        config, self._kv, self._executor = setup.config, kv, executor
-        self.events = kv.events
+        """Raises ValueError where memory or folder is not available."""
+        config, self._kv, self._executor, self.events = setup.config, kv, executor, kv.events
         self._num_ranks = config.tensor_parallel_size
-        self._folder = None if config.kv_offload_dir is None else own_folder(Path(config.kv_offload_dir))
-        size, most = (
-            num_bytes("kv_offload", config.kv_offload),
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        )
+        self._folder = None if config.kv_offload_dir is None else private_folder(Path(config.kv_offload_dir))
+        size = num_bytes("kv_offload", config.kv_offload)
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > most:
             raise ValueError(f"kv_offload is more than this machine's memory of {most:,} bytes: take less")
-        share = size // self._num_ranks
-        made = executor.collective_rpc(register_kv_caches, share, self._folder, self._num_ranks)
+        share, folder_bytes = size // self._num_ranks, num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
+        arguments = share, self._folder, folder_bytes // self._num_ranks, self._num_ranks
+        made = executor.collective_rpc(register_kv_caches, *arguments)
         slots, rooms, sizes, rates = zip(*made, strict=True)
         self._host, self._room, self._block_bytes = HostIndex(min(slots)), min(rooms), sum(sizes)
-        # Bytes of all files of a block, by key; the oldest first.
-        self._disk = OrderedDict(() if self._folder is None else stored_keys(self._folder, self._num_ranks))
-        self._disk_size = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
-        self._disk_used = sum(self._disk.values())  # with those that are being written
-        if self._folder is not None and self._disk_size < self._block_bytes:
-            raise ValueError(f"kv_offload_dir_size holds no block: a block has {self._block_bytes:,} bytes")
-        model, dtype, block_size = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype), setup.block_size
-        self._key = lru_cache(KNOWN_KEYS)(  # a long prompt is asked about more than once
-            lambda block_hash, version: block_key(block_hash, model, version, dtype, block_size)
-        )
+        self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = ConnectorMetadata()
         self._evicted: list[tuple[int, int, bytes]] = []  # id, hash and tokens of blocks that the next step overwrites
-        self._removed: list[bytes] = []  # keys and, below, blocks: what the ranks are told next of their files
-        self._writes: list[Transfer] = []
-        self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
+        self._writes: list[BlockFile] = []  # which the ranks are told next
+        self._found: list[tuple[int, bytes]] = []  # hashes and tokens of the blocks that were asked about last
         self._loads: dict[int, PendingLoad] = {}  # by seq_id
-        self._writing: dict[bytes, Entry] = {}  # by key
+        self._coming = set[int]()  # hashes of the blocks in these loads
+        self._writing: dict[bytes, Slot] = {}  # by key
         self._written: Counter[bytes] = Counter()  # how many ranks are done with one of these
-        self._first_rates = RATES | {"host": sum(rate.get("host", RATES["host"]) for rate in rates)}
-        self.rates, self.compute_rate = dict(self._first_rates), 0.0
+        self.rates, self.compute_rate = {"host": sum(rates), "disk": DISK_RATE}, 0.0
 
     def get_num_new_matched_tokens(self, seq: Sequence, num_computed_tokens: int) -> int | None:
         """The tokens of the blocks that are worth bringing, all of them in the store now."""
-        size = self._kv.block_size
+        size, names = self._kv.block_size, self._kv.prefix_cache.names(seq)
         first, last = num_computed_tokens // size, (seq.num_tokens - 1) // size
+        hashes, token_ids = names.hashes[first:last], names.tokens[first:last]
+        if not self._coming.isdisjoint(hashes):  # for another request, and one transfer serves both
+            return None
         places: list[str | None] = [None] * first
-        self._promised = []
-        for key, token_ids in self._block_keys(seq, first, last):
-            entry = self._host.get(key)
-            if entry is not None and entry.is_coming:  # for another request, and one transfer serves both
-                return None
-            if entry is not None and entry.token_ids == token_ids:
+        for hash_, tokens in zip(hashes, token_ids, strict=True):
+            if (slot := self._host.get(hash_)) is not None:
+                if slot.token_ids != tokens:
+                    break
                 places.append("host")
-            elif entry is None and key in self._disk:
+            elif self._has_file(hash_):
                 places.append("disk")
             else:
                 break
-            self._promised.append((key, token_ids))
+        self._found = list(zip(hashes, token_ids, strict=True))
         rate = self.compute_rate or 1.0  # not known: whatever there is, is worth it
         blocks = blocks_to_load(places, first, self._block_bytes, size, self.rates, rate)
         if not blocks:
-            for place, first_rate in self._first_rates.items():
-                self.rates[place] += DRIFT * (first_rate - self.rates[place])
+            self.rates["disk"] += DRIFT * (DISK_RATE - self.rates["disk"])
         return len(blocks) * size
 
     def update_state_after_alloc(self, seq: Sequence, block_ids: list[int], num_external_tokens: int) -> None:
         """Plan the load of these blocks. What is on disk needs a slot first: if there is none, fewer come."""
-        load = self._loads[seq.seq_id] = PendingLoad([], [], self._version(), self._num_ranks)
-        for (key, token_ids), block_id in zip(self._promised, block_ids, strict=False):
-            if from_disk := (entry := self._host.get(key)) is None:
-                entry = self._put(key, token_ids) if key in self._disk else None
-            if entry is None:
-                break
-            if from_disk:
-                self._disk.move_to_end(key)
-            self._host.hold(entry)
-            entry.is_coming = True
-            load.entries.append(entry)
-            load.transfers.append(Transfer(entry.slot, block_id, key, token_ids, from_disk))
-        for entry in reversed(load.entries):
-            self._host.touch(entry.key)  # the end of a prefix is of no use without its beginning, and goes first
-        self._meta.loads[seq.seq_id] = load.transfers
+        slots, files = list[Slot](), dict[int, BlockFile]()
+        for hash_, token_ids in self._found[: len(block_ids)]:
+            if (slot := self._host.get(hash_)) is None:
+                slot = self._put(hash_, token_ids) if self._has_file(hash_) else None
+                if slot is None:
+                    break
+                files[len(slots)] = BlockFile(slot.number, self._key(hash_), token_ids)
+            self._host.hold(slot)
+            slots.append(slot)
+        hashes = [hash_ for hash_, _ in self._found[: len(slots)]]
+        for hash_ in reversed(hashes):
+            self._host.move_to_end(hash_)  # the end of a prefix is of no use without its beginning, and goes first
+        self._coming.update(hashes)
+        transfer = Transfer([slot.number for slot in slots], block_ids[: len(slots)], files)
+        self._loads[seq.seq_id] = PendingLoad(transfer, hashes, slots, self._version(), self._num_ranks)
+        self._meta.loads[seq.seq_id] = transfer
 
     def block_evicted(self, block: Block) -> None:
         """Note the block: before the coming step it is kept in host memory."""
@@ -167,7 +160,7 @@ class OffloadConnector(KVConnector):
         received: dict[int, int] = {}
         if self._loads or self._writing:
             for report in self._executor.collective_rpc(on_store, "get_finished"):
-                received |= self._take_in(report)
+                received |= self._process_report(report)
         return received
 
     def request_finished(self, seq: Sequence, block_ids: list[int]) -> None:
@@ -186,7 +179,8 @@ class OffloadConnector(KVConnector):
     def reset(self) -> None:
         """Forget the host's blocks, and let no file be found: they may be of other weights from here on."""
         self._epoch += 1
-        self._host.clear()
+        for hash_ in list(self._host):
+            self._host.drop(hash_)
         self._evicted.clear()
 
     def close(self) -> None:
@@ -205,41 +199,42 @@ class OffloadConnector(KVConnector):
             return b""
         return self._nonce + self._epoch.to_bytes(8, "little") + generation.to_bytes(8, "little")
 
-    def _block_keys(self, seq: Sequence, first: int, last: int) -> Iterator[tuple[bytes, bytes]]:
-        """Keys and tokens of blocks `first` to `last` of a sequence. Most prompts are nowhere: their first key is the only one made."""
-        names, version = self._kv.prefix_cache.names(seq), self._version()
-        pairs = zip(names.hashes[first:last], names.tokens[first:last], strict=True)
-        return ((self._key(hash_, version), token_ids) for hash_, token_ids in pairs)
+    def _key(self, block_hash: int) -> bytes:
+        return block_key(block_hash, self._model, self._version(), self._dtype, self._kv.block_size)
 
-    def _put(self, key: bytes, token_ids: bytes) -> Entry | None:
+    def _has_file(self, block_hash: int) -> bool:
+        """Whether a block is on disk. The first rank's file speaks for all: what another rank lacks is found out when it is read."""
+        return self._folder is not None and os.path.exists(file_of(self._folder, self._key(block_hash)))
+
+    def _put(self, hash_: int, token_ids: bytes) -> Slot | None:
         """A slot for a block, for which another one may have to go; None if transfers hold all."""
-        entry, gone = self._host.put(key, token_ids)
-        if gone is not None and gone not in self._disk:
+        slot, evicted = self._host.put(hash_, token_ids)
+        if evicted is not None and self.events.on and not self._has_file(evicted):
             self._report("lost", "host", 1)
-        return entry
+        return slot
 
     def _keep(self, evicted: list[tuple[int, int, bytes]]) -> None:
         """Give blocks that the ranks have gathered a place in host memory, those that have none, and on disk."""
-        version, count = self._version(), 0
-        saves: dict[int, int] = {}  # by slot: of two blocks for one slot, the later stays
+        has_files = self._folder is not None and not self._version()
+        kept: dict[int, int] = {}  # by slot: of two blocks for one slot, the later stays
+        count = 0
         for i, (_, hash_, token_ids) in enumerate(evicted):
-            key = self._key(hash_, version)
-            if (entry := self._host.get(key)) is not None:
-                self._host.touch(key)
-            elif (entry := self._put(key, token_ids)) is not None:
-                saves[entry.slot] = i
+            if (slot := self._host.get(hash_)) is not None:
+                self._host.move_to_end(hash_)
+            elif (slot := self._put(hash_, token_ids)) is not None:
+                kept[slot.number] = i
                 count += 1
             else:
                 self._report("lost", "device", 1)
                 continue
-            if self._folder is not None and not version:
-                self._write(entry)
+            if has_files:
+                self._write(slot)
         self._report("offloaded", "host", count)
-        slots = [NOWHERE] * len(evicted)
-        for slot, i in saves.items():
-            slots[i] = slot
-        self._executor.collective_rpc(on_store, "save", slots, self._removed, self._writes)
-        self._removed, self._writes = [], []
+        numbers = [NOT_KEPT] * len(evicted)
+        for number, i in kept.items():
+            numbers[i] = number
+        self._executor.collective_rpc(on_store, "save", numbers, self._writes)
+        self._writes = []
 
     def _report(self, what: str, place: str, count: int, seq_id: int = -1) -> None:
         if count and self.events.on:
@@ -247,19 +242,19 @@ class OffloadConnector(KVConnector):
 
     # --- the ends of transfers ---
 
-    def _take_in(self, report: Report) -> dict[int, int]:
+    def _process_report(self, report: Report) -> dict[int, int]:
         """Note a rank's report. Returns the tokens that have come, by seq_id, of loads that have ended on all ranks."""
-        for place, rate in report.rates.items():
-            self.rates[place] = 0.5 * self.rates[place] + 0.5 * rate * self._num_ranks
+        if report.disk_rate:
+            self.rates["disk"] = 0.5 * self.rates["disk"] + 0.5 * report.disk_rate * self._num_ranks
         for key in report.written:
             self._written[key] += 1
             if self._written[key] == self._num_ranks:
                 del self._written[key]
-                self._host.release(self._writing.pop(key))
-                self._disk[key] = self._block_bytes
+                self._host.release([self._writing.pop(key)])
                 self._report("offloaded", "disk", 1)
-        if report.error:
-            self._give_disk_up(report.error)
+        if report.error and self._folder is not None:
+            logger.warning("K/V go to the disk no more, and are not read from it: %s", report.error)
+            self._folder = None
         received = {}
         for seq_id, failed in report.loads.items():
             load = self._loads[seq_id]
@@ -272,60 +267,48 @@ class OffloadConnector(KVConnector):
     def _end_load(self, seq_id: int) -> int:
         """Release the slots of a load, and forget what could not be read. Returns the tokens that have come and may be used."""
         load, size = self._loads.pop(seq_id), self._kv.block_size
-        for entry in load.entries:
-            self._host.release(entry)
-            entry.is_coming = False
+        table, files = load.transfer.block_ids, load.transfer.files
+        self._coming.difference_update(load.hashes)
         for i in load.failed:
-            self._host.drop(load.entries[i].key)
-            self._disk_used -= self._disk.pop(load.entries[i].key, 0)
+            if self._host.get(load.hashes[i]) is load.slots[i]:
+                self._host.drop(load.hashes[i])
+            if self._folder is not None:
+                remove(file_of(self._folder, files[i].key))
+        self._host.release(load.slots)
         self._report("lost", "disk", len(load.failed))
         if load.is_cancelled or load.version != self._version():
             return 0
-        table = [each.block_id for each in load.transfers]
         lost, all_of_it = {table[i] for i in load.failed}, len(table) * size
-        count = requests_to_recompute({seq_id: table}, {seq_id: all_of_it}, lost, size).get(seq_id, all_of_it)
-        came = load.transfers[: count // size]
-        from_disk = sum(each.from_disk for each in came)
+        num_tokens = requests_to_recompute({seq_id: table}, {seq_id: all_of_it}, lost, size).get(seq_id, all_of_it)
+        from_disk = sum(i * size < num_tokens for i in files)
         self._report("loaded", "disk", from_disk, seq_id)
-        self._report("loaded", "host", len(came) - from_disk, seq_id)
-        return count
+        self._report("loaded", "host", num_tokens // size - from_disk, seq_id)
+        return num_tokens
 
     # --- the disk ---
 
-    def _write(self, entry: Entry) -> None:
-        """Have a block written that has no file, if the disk keeps up. The oldest files go for it."""
-        if entry.key in self._disk or entry.key in self._writing or len(self._writing) >= MOST_WRITES:
-            return
-        while self._disk_used + self._block_bytes > self._disk_size:
-            if not self._disk:
-                return  # all that counts is being written
-            oldest, size = self._disk.popitem(last=False)
-            self._disk_used -= size
-            self._removed.append(oldest)
-            self._report("lost", "disk", 1)
-        self._disk_used += self._block_bytes
-        self._host.hold(entry)
-        self._writing[entry.key] = entry
-        self._writes.append(Transfer(entry.slot, -1, entry.key, entry.token_ids))
-
-    def _give_disk_up(self, error: str) -> None:
-        if self._folder is not None:
-            logger.warning("K/V go to the disk no more, and are not read from it: %s", error)
-        self._folder = None
-        self._disk.clear()
+    def _write(self, slot: Slot) -> None:
+        """Have a block written that has no file, if the disk keeps up."""
+        assert slot.hash is not None
+        key = self._key(slot.hash)
+        if key not in self._writing and len(self._writing) < MOST_WRITES and not self._has_file(slot.hash):
+            self._host.hold(slot)
+            self._writing[key] = slot
+            self._writes.append(BlockFile(slot.number, key, slot.token_ids))
 
     def _flush(self, deadline: float) -> None:
-        """Write what has no file: of host memory, then of the device. Now and then wait for the disk, for all slots may be held."""
-        for entry in self._host.entries():
-            self._write(entry)
-            if len(self._writing) == MOST_WRITES:
-                self._settle(deadline)
-        for block in self._kv.blocks:
-            if block.hash is not None:
-                self.block_evicted(block)
-            if len(self._evicted) == MOST_WRITES:
-                self._settle(deadline)
-        self._settle(deadline)
+        """Write what has no file: of host memory, then of the device. Some at a time, for a block that is written holds its slot."""
+        blocks: list[Slot | Block] = [
+            *self._host.values(),
+            *(block for block in self._kv.blocks if block.hash is not None),
+        ]
+        for i in range(0, len(blocks), MOST_WRITES):
+            for block in blocks[i : i + MOST_WRITES]:
+                if isinstance(block, Slot):
+                    self._write(block)
+                else:
+                    self.block_evicted(block)
+            self._settle(deadline)
 
     def _settle(self, deadline: float) -> None:
         """Send what is planned, and wait until all of it is written."""

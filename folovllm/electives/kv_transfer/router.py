@@ -1,4 +1,4 @@
-"""A router in front of servers: it passes requests to a decode server, and its answer back, byte by byte.
+"""A router in front of servers: it forwards requests to a decode server, and its answer back, byte by byte.
 
 It knows nothing of prompts, for a decode server has them computed by its peer (`folovllm.electives.kv_transfer.decode`). It
 chooses the server with the fewest requests. If one cannot be reached, or dies before its answer begins, another gets the request:
@@ -58,36 +58,38 @@ class Router:
         self.app = Starlette(routes=[Route("/{path:path}", self.route, methods=METHODS)])
 
     async def route(self, request: Request) -> Response:
-        """Pass a request on, to the first server that answers."""
+        """Forward a request to the first server that answers."""
         body = bytearray()
         try:
             async for part in request.stream():
                 body += part
                 if len(body) > MOST_BODY:
                     return refusal(413, f"the body is longer than {MOST_BODY} bytes")
-        except ClientDisconnect:
+            return await unless(disconnected(request), self._first_answer(request, bytes(body)))
+        except (ClientDisconnect, EOFError):
             return Response(status_code=CLIENT_GONE)
+        except (httpx.LocalProtocolError, httpx.InvalidURL) as error:  # the client's fault, and no server's
+            return refusal(400, f"the request cannot be forwarded: {error}")
+
+    async def _first_answer(self, request: Request, body: bytes) -> Response:
         why = ""
         for server in sorted(self.servers, key=Server.rank):
             server.num_open += 1
             try:
-                sending = self._client.send(self._passed_on(server, request, bytes(body)), stream=True)
-                answer = await unless(left(request), sending)
+                answer = await self._client.send(self._forwarded(server, request, body), stream=True)
                 if answer.status_code in STATUSES:
-                    return Passed(server, answer)
+                    return ForwardedAnswer(server, answer)
                 await answer.aclose()
                 raise httpx.TransportError(f"status {answer.status_code}")
-            except (httpx.LocalProtocolError, httpx.InvalidURL) as error:  # the client's fault, and no server's
-                return refusal(400, f"the request cannot be passed on: {error}")
+            except httpx.LocalProtocolError:
+                raise
             except httpx.TransportError as error:
                 server.failed_at, why = time.monotonic(), f"{why}; {server.url}: {error or type(error).__name__}"
-            except EOFError:
-                return Response(status_code=CLIENT_GONE)
             finally:
                 server.num_open -= 1
         return refusal(UNAVAILABLE, f"no server answers{why}")
 
-    def _passed_on(self, server: Server, request: Request, body: bytes) -> httpx.Request:
+    def _forwarded(self, server: Server, request: Request, body: bytes) -> httpx.Request:
         """The request as it came, its Host header too: the server behind decides who may ask."""
         headers = [(name, value) for name, value in request.headers.raw if name not in [*HOP, b"content-length"]]
         path = request.scope["raw_path"].decode("latin-1")
@@ -95,8 +97,8 @@ class Router:
         return self._client.build_request(request.method, server.url + path + query, headers=headers, content=body)
 
 
-class Passed(StreamingResponse):
-    """A server's answer, which counts as open until all is passed on, or nobody reads it any more."""
+class ForwardedAnswer(StreamingResponse):
+    """A server's answer, which counts as open until all of it is forwarded, or nobody reads it any more."""
 
     def __init__(self, server: Server, answer: httpx.Response) -> None:
         super().__init__(answer.aiter_raw(), answer.status_code)
@@ -105,7 +107,7 @@ class Passed(StreamingResponse):
         self._server, self._answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on. Its end here ends it at the server."""
+        """Forward it. Its end here ends it at the server."""
         self._server.num_open += 1
         try:
             await super().__call__(scope, receive, send)
@@ -116,7 +118,7 @@ class Passed(StreamingResponse):
             await self._answer.aclose()
 
 
-async def left(request: Request) -> None:
+async def disconnected(request: Request) -> None:
     """Wait until the client has left. Its body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -49,24 +49,19 @@ class Segment:
 
 
 @lru_cache(MOST_MAPPED)
-def open_segment(ref: SegmentRef) -> memoryview:
-    """What a segment holds. It stays mapped until many others have come. Raises ValueError if it is not there, as on another host."""
+def open_segment(ref: SegmentRef) -> memoryview | None:
+    """What a segment holds; None if it is not there, as on another host. It stays mapped until many others have come."""
     try:
-        file = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
+        with open(ref.path, "r+b", buffering=0) as file:
             if HAS_SEALS and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError("it may become shorter while it is read")
-            memory = mmap.mmap(file, 0)
-        finally:
-            os.close(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the peer's memory is not there: {error}") from error
-    if memory[:NONCE] != ref.nonce:
-        raise ValueError("the peer's memory is not there: another's is in its place")
-    return memoryview(memory)[START:]
+                return None  # it may become shorter while it is read
+            memory = mmap.mmap(file.fileno(), 0)
+    except (OSError, ValueError):
+        return None
+    return memoryview(memory)[START:] if memory[:NONCE] == ref.nonce else None
 
 
-class Segments:
+class SegmentPool:
     """Segments for a few transfers at a time: so there is a bound to this memory, however many peers ask."""
 
     def __init__(self, layout: Layout) -> None:
@@ -78,7 +73,7 @@ class Segments:
         self._room = asyncio.Semaphore(NUM_SEGMENTS)
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[Segment]:
+    async def segment(self) -> AsyncIterator[Segment]:
         """A segment for a while. After an error somebody may still read it, so it is never written again."""
         async with self._room:
             segment = self._free.pop() if self._free else Segment(self._num_bytes)

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,17 +26,24 @@ STORE = "kv_transfer"  # of a worker's `state`
 BUFFER_BYTES = 64 << 20  # of each buffer on a GPU
 CARD_SHARE = 64  # of the card's memory one part in so many is for what leaves; steps wait if more leaves at once
 NUM_THREADS = 4
-NOWHERE = -2  # the slot of an evicted block that is not kept
+HOST_RATE = 20e9  # bytes a second between a CPU's memory and itself
+NOT_KEPT = -2  # the slot of an evicted block that is not kept
+
+
+class BlockFile(NamedTuple):
+    """A block's place in host memory, and what its file says of it."""
+
+    slot: int
+    key: bytes
+    token_ids: bytes
 
 
 class Transfer(NamedTuple):
-    """A block on its way."""
+    """Blocks that a request waits for: number i goes from `slots[i]` of host memory to block `block_ids[i]` of the cache."""
 
-    slot: int  # in host memory
-    block_id: int  # in the cache
-    key: bytes
-    token_ids: bytes
-    from_disk: bool = False  # it must be read from its file first
+    slots: list[int]
+    block_ids: list[int]
+    files: dict[int, BlockFile]  # by number: those that must be read from disk first
 
 
 @dataclass(slots=True)
@@ -45,7 +51,7 @@ class ConnectorMetadata:
     """What a rank is told before a step. Evicted blocks are gathered first, for loads may overwrite them."""
 
     evicted: list[int] = field(default_factory=list)  # ids; their slots follow (`BlockStore.save`)
-    loads: dict[int, list[Transfer]] = field(default_factory=dict)  # by seq_id
+    loads: dict[int, Transfer] = field(default_factory=dict)  # by seq_id
     cancelled: list[int] = field(default_factory=list)
 
 
@@ -56,65 +62,59 @@ class Report:
     loads: dict[int, set[int]] = field(default_factory=dict)  # by seq_id: which of its blocks could not be read
     written: list[bytes] = field(default_factory=list)
     error: str = ""  # of the disk
-    rates: dict[str, float] = field(default_factory=dict)  # bytes a second, by place, where something was measured
+    disk_rate: float = 0.0  # bytes a second, 0: nothing was read
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Blocks on their way to the cache."""
+    """A transfer that is under way."""
 
-    transfers: list[Transfer]
-    reads: dict[int, Future[float]]  # by place in `transfers`, of those on disk: the seconds it took
-    failed: set[int] = field(default_factory=set)  # places of those that could not be read
+    transfer: Transfer
+    reads: dict[int, Future[float]]  # by number, of those on disk: the seconds it took
+    failed: set[int] = field(default_factory=set)  # those that could not be read
     is_cancelled: bool = False
-    began: Any = None  # events on a GPU
-    done: Any = None
+    done: Any = None  # an event on a GPU
 
 
 class BlockStore:
     """`num_slots` blocks of host memory, and the files behind them if there is a folder."""
 
-    def __init__(self, cache: torch.Tensor, num_slots: int, folder: Path | None, rank: int) -> None:
-        """`cache`: [2L, N, words]. Raises ValueError if the host has no such memory."""
-        self.cache, (pieces, _, words) = cache, cache.shape
+    def __init__(self, cache: torch.Tensor, num_slots: int, files: BlockFiles | None) -> None:
+        """`cache`: [2L, N, words]."""
+        self.cache, (pieces, num_blocks, words) = cache, cache.shape
         self.block_bytes = 4 * pieces * words
-        try:
-            self.host = torch.empty(num_slots, pieces, words, dtype=torch.int32)
-        except RuntimeError as error:
-            raise ValueError(
-                f"kv_offload: there is no memory for {num_slots:,} blocks of {self.block_bytes:,} bytes"
-            ) from error
-        self._files = None if folder is None else BlockFiles(folder, rank)
+        self.host = torch.empty(num_slots, pieces, words, dtype=torch.int32)
+        self._files = files
         self._pool = ThreadPoolExecutor(NUM_THREADS, "kv-disk")
         self._reading: dict[int, Load] = {}  # by seq_id: loads that wait for the disk
         self._copying: dict[int, Load] = {}
         self._writes: dict[bytes, Future[None]] = {}
         self._copies = GpuCopies(cache, self.host) if cache.is_cuda else None
         self._gathered = torch.empty(0)  # on a CPU [k, 2L, words], until their slots are known
-        self.room = cache.shape[1] if self._copies is None else self._copies.room  # evicted blocks at a time
+        self.room = num_blocks if self._copies is None else self._copies.room  # evicted blocks at a time
 
-    def measure_link(self) -> dict[str, float]:
+    def measure_link(self) -> float:
         """Bytes a second to the device. It overwrites blocks and slots, so nothing may be in them yet; the kernels are compiled."""
         if self._copies is None:
-            return {}
-        transfers = [Transfer(i, i, b"", b"") for i in range(min(len(self.host), self.room, self.cache.shape[1], 64))]
-        self._copies.gather(list(range(len(transfers))))
-        self._copies.send(list(range(len(transfers))))
+            return HOST_RATE
+        numbers = list(range(min(len(self.host), self.room, self.cache.shape[1], 64)))
+        self._copies.gather(numbers)
+        self._copies.send(numbers)
         for _ in range(3):
-            began, done = self._copies.load(transfers)
-            done.synchronize()
-        return {"host": len(transfers) * self.block_bytes / max(1e-6, began.elapsed_time(done) / 1e3)}
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._copies.load(numbers, numbers).synchronize()
+        return len(numbers) * self.block_bytes / (time.perf_counter() - start)
 
     def start_load_kv(self, meta: ConnectorMetadata) -> None:
         """Begin all that `meta` says, and wait for nothing."""
         if meta.evicted and self._copies is not None:
             self._copies.gather(meta.evicted)
         elif meta.evicted:
-            self._gathered = self.cache[:, meta.evicted].transpose(0, 1)  # a copy
-        for seq_id, transfers in meta.loads.items():
-            reads = {i: self._pool.submit(self._read, each) for i, each in enumerate(transfers) if each.from_disk}
-            load = Load(transfers, reads)
-            if reads:
+            self._gathered = self.cache[:, torch.tensor(meta.evicted)].transpose(0, 1)  # a copy
+        for seq_id, transfer in meta.loads.items():
+            load = Load(transfer, {i: self._pool.submit(self._read, file) for i, file in transfer.files.items()})
+            if load.reads:
                 self._reading[seq_id] = load
             else:
                 self._copy(seq_id, load)
@@ -124,18 +124,16 @@ class BlockStore:
             elif (cancelled := self._copying.get(seq_id)) is not None and cancelled.done is not None:
                 torch.cuda.current_stream().wait_event(cancelled.done)  # the coming steps may write to its blocks
 
-    def save(self, slots: list[int], removed: list[bytes], writes: list[Transfer]) -> None:
-        """Copy what was gathered last to its slots. Then remove files, and write others."""
+    def save(self, slots: list[int], writes: list[BlockFile]) -> None:
+        """Copy what was gathered last to its slots. Then write files."""
         if self._copies is not None:
             self._copies.send(slots)
-        else:
-            kept = [i for i, slot in enumerate(slots) if slot != NOWHERE]
-            self.host[[slots[i] for i in kept]] = self._gathered[kept]
-        if self._files is not None:
-            for key in removed:
-                self._pool.submit(self._files.remove, key)
-            for transfer in writes:
-                self._writes[transfer.key] = self._pool.submit(self._write, transfer)
+        elif slots:
+            numbers = torch.tensor(slots)
+            is_kept = numbers != NOT_KEPT
+            self.host[numbers[is_kept]] = self._gathered[is_kept]
+        for file in writes:
+            self._writes[file.key] = self._pool.submit(self._write, file)
 
     def get_finished(self) -> Report:
         """What has ended. What was read from the disk by now goes on its way."""
@@ -144,15 +142,11 @@ class BlockStore:
             if all(read.done() for read in load.reads.values()):
                 load.failed = {i for i, read in load.reads.items() if read.exception()}
                 if seconds := [read.result() for i, read in load.reads.items() if i not in load.failed]:
-                    report.rates["disk"] = NUM_THREADS * self.block_bytes * len(seconds) / sum(seconds)
+                    report.disk_rate = NUM_THREADS * self.block_bytes * len(seconds) / sum(seconds)
                 self._copy(seq_id, self._reading.pop(seq_id))
         for seq_id, load in list(self._copying.items()):
             if load.done is None or load.done.query():
                 report.loads[seq_id] = self._copying.pop(seq_id).failed
-                if load.done is not None:
-                    count = len(load.transfers) - len(load.failed)
-                    taken = max(1e-6, load.began.elapsed_time(load.done) / 1e3)
-                    report.rates["host"] = count * self.block_bytes / taken
         for key, write in list(self._writes.items()):
             if write.done():
                 del self._writes[key]
@@ -170,14 +164,16 @@ class BlockStore:
     def _copy(self, seq_id: int, load: Load) -> None:
         """Have a load copied to the cache, unless nobody waits for it."""
         self._copying[seq_id] = load
-        transfers = [each for i, each in enumerate(load.transfers) if i not in load.failed and not load.is_cancelled]
-        if not transfers:
+        slots, block_ids, _ = load.transfer
+        if load.failed:
+            numbers = [i for i in range(len(slots)) if i not in load.failed]
+            slots, block_ids = [slots[i] for i in numbers], [block_ids[i] for i in numbers]
+        if load.is_cancelled or not slots:
             return
         if self._copies is not None:
-            load.began, load.done = self._copies.load(transfers)
+            load.done = self._copies.load(slots, block_ids)
         else:
-            lines = self.host[[each.slot for each in transfers]]
-            move(self.cache, lines, on_device([each.block_id for each in transfers], lines.device), to_cache=True)
+            move(self.cache, self.host[torch.tensor(slots)], on_device(block_ids, self.cache.device), to_cache=True)
 
     def _row(self, slot: int) -> memoryview:
         """A slot's bytes, when nothing is on its way to it."""
@@ -185,15 +181,15 @@ class BlockStore:
             self._copies.wait_for(slot)
         return self.host[slot].numpy().data.cast("B")
 
-    def _write(self, transfer: Transfer) -> None:
+    def _write(self, file: BlockFile) -> None:
         assert self._files is not None
-        self._files.write(transfer.key, transfer.token_ids, self._row(transfer.slot))
+        self._files.write(file.key, file.token_ids, self._row(file.slot))
 
-    def _read(self, transfer: Transfer) -> float:
+    def _read(self, file: BlockFile) -> float:
         """The seconds it took. Raises ValueError if the file is not there, or not right."""
         assert self._files is not None
         start = time.perf_counter()
-        if not self._files.read(transfer.key, transfer.token_ids, self._row(transfer.slot)):
+        if not self._files.read(file.key, file.token_ids, self._row(file.slot)):
             raise ValueError("no such block")
         return time.perf_counter() - start
 
@@ -238,32 +234,28 @@ class GpuCopies:
             own, slots = slots[:count], slots[count:]
             with torch.cuda.stream(self._out):
                 for i, j in runs(own):
-                    if own[i] != NOWHERE:
+                    if own[i] != NOT_KEPT:
                         self._host[own[i] : own[i] + j - i].copy_(self._buffers[number, i:j], non_blocking=True)
             event = self._out.record_event()
             self._free.append((number, event))
             self._sent.append((event, set(own)))
         self._gathered.clear()
 
-    def load(self, transfers: list[Transfer]) -> tuple[Any, Any]:
-        """Copy slots to a buffer and scatter it to their blocks, behind the steps so far and beside the next. Returns when it begins and ends."""
-        transfers, n, buffer = sorted(transfers, key=attrgetter("slot")), self._chunk, self._buffers[-1]
-        all_slots = [each.slot for each in transfers]
+    def load(self, slots: list[int], block_ids: list[int]) -> Any:
+        """Copy slots to a buffer and scatter it to their blocks, behind the steps so far and beside the next. Returns the event of its end."""
+        pairs, n, buffer = sorted(zip(slots, block_ids, strict=True)), self._chunk, self._buffers[-1]
         self._in.wait_stream(torch.cuda.current_stream())  # a step in flight may still write to these blocks
         for event, filled in self._sent:
-            if not filled.isdisjoint(all_slots):
+            if not filled.isdisjoint(slots):
                 self._in.wait_event(event)
-        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._in):
-            began.record()
-            ids = on_device([each.block_id for each in transfers], self._cache.device)
-            for at in range(0, len(transfers), n):
-                slots = all_slots[at : at + n]
-                for i, j in runs(slots):
-                    buffer[i:j].copy_(self._host[slots[i] : slots[i] + j - i], non_blocking=True)
-                move(self._cache, buffer[: len(slots)], ids[at : at + n], to_cache=True)
-            done.record()
-        return began, done
+            ids = on_device([block_id for _, block_id in pairs], self._cache.device)
+            for at in range(0, len(pairs), n):
+                part = [slot for slot, _ in pairs[at : at + n]]
+                for i, j in runs(part):
+                    buffer[i:j].copy_(self._host[part[i] : part[i] + j - i], non_blocking=True)
+                move(self._cache, buffer[: len(part)], ids[at : at + n], to_cache=True)
+        return self._in.record_event()
 
     def wait_for(self, slot: int) -> None:
         """Wait until what was copied to a slot is there. Called by threads."""
@@ -278,7 +270,7 @@ class GpuCopies:
 
 
 def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
-    """Neighbouring slots are one copy: where it begins in the list, and where it ends."""
+    """Where runs of neighbouring slots begin and end in a list: each is one copy."""
     ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     return zip([0, *ends[:-1]], ends, strict=True)
 
@@ -287,19 +279,24 @@ def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def register_kv_caches(
-    worker: Any, num_bytes: int, folder: Path | None, num_ranks: int
-) -> tuple[int, int, int, dict[str, float]]:
-    """Make a rank's store of `num_bytes`; returns its slots and room, the bytes of a block, and what was measured of the link.
+    worker: Any, num_bytes: int, folder: Path | None, folder_bytes: int, num_ranks: int
+) -> tuple[int, int, int, float]:
+    """Make a rank's store of `num_bytes`; returns its slots and room, the bytes of a block, and the link's bytes a second.
 
-    Raises ValueError if they hold no block, or cannot be had.
+    Raises ValueError if they hold no block, or cannot be pinned.
     """
     cache, rank = cache_of(worker), dist.get_rank() if num_ranks > 1 else 0
     block_bytes = cache.nbytes // cache.shape[1]
     num_slots = num_bytes // block_bytes
     if not num_slots:
         raise ValueError(f"kv_offload holds no block: each rank has {num_bytes:,} bytes, and a block {block_bytes:,}")
+    if folder is not None and folder_bytes < block_bytes:
+        raise ValueError(
+            f"kv_offload_dir_size holds no block: each rank has {folder_bytes:,} bytes, and a block {block_bytes:,}"
+        )
+    files = None if folder is None else BlockFiles(folder, rank, folder_bytes)
     with worker.current:
-        worker.state[STORE] = store = BlockStore(cache, num_slots, folder, rank)
+        worker.state[STORE] = store = BlockStore(cache, num_slots, files)
         return num_slots, store.room, block_bytes, store.measure_link()
 
 

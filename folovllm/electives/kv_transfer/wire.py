@@ -21,7 +21,7 @@ import xxhash
 
 from folovllm.models.messages import printable
 
-MAGIC = b"FOLOKV2\n"  # the version is in it
+MAGIC = b"FOLOKV3\n"  # the version is in it
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
 STALLED = 10.0  # seconds
@@ -44,11 +44,9 @@ class SegmentRef(msgspec.Struct, array_like=True, frozen=True):
 class Layout(msgspec.Struct, array_like=True, frozen=True):
     """What the bytes of a block depend on, beside its tokens: they mean the same to two engines if all of this is equal."""
 
-    weights: int  # how often the weights have changed since the start (X6)
     model: bytes  # digest of configuration and weights
-    dtype: str  # of a number in the cache
-    scales: str  # digest of what the numbers of an 8-bit cache are multiples of
     block_size: int  # B
+    dtype: str  # of a number in the cache
     shape: tuple[int, ...]  # of a block on one rank: [L, 2, Hkv, B, bytes of D numbers]
     ranks: int
 
@@ -64,13 +62,21 @@ class Layout(msgspec.Struct, array_like=True, frozen=True):
                 raise WireError(f"the peer has another {name}: {theirs} there, {own} here. Serve one model, alike")
 
 
-class Ask(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class PrefillRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Compute a prompt. `token_ids`, int32 as bytes, fill whole blocks, of which those from number `first` on are sent."""
 
     layout: Layout
     token_ids: bytes
     first: int
     salt: str | None
+
+    def num_blocks(self, layout: Layout) -> int:
+        """The blocks of the prompt. Raises WireError if they mean something else to an engine with this layout, or are none."""
+        layout.require_same(self.layout)
+        num_blocks, rest = divmod(len(self.token_ids), 4 * layout.block_size)
+        if rest or not 0 <= self.first < num_blocks:
+            raise WireError(f"the peer asks for {len(self.token_ids)} bytes of tokens from block {self.first} on")
+        return num_blocks
 
     def tokens(self, first: int, end: int) -> bytes:
         """Those of blocks `first` to `end - 1`."""
@@ -92,13 +98,22 @@ class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
         """The bytes of the K/V."""
         return (self.end - self.first) * self.layout.block_bytes
 
-    def require_sound(self, ask: Ask, first: int) -> None:
+    def require_answer(self, request: PrefillRequest, first: int) -> None:
         """Raise WireError unless these are the next blocks, from number `first` on, of the prompt that was asked for."""
-        ask.layout.require_same(self.layout)
-        if self.first != first or self.end <= first or self.token_ids != ask.tokens(first, self.end):
+        request.layout.require_same(self.layout)
+        if self.first != first or self.end <= first or self.token_ids != request.tokens(first, self.end):
             raise WireError("the peer sent other blocks than it was asked for")
         if self.num_bytes > MOST_BYTES or len(self.token_ids) != 4 * self.layout.block_size * (self.end - first):
             raise WireError(f"the peer sends {self.end - first} blocks of {self.layout.block_bytes} bytes")
+
+
+class Copy(msgspec.Struct, array_like=True, frozen=True):
+    """What a server tells its engine: to copy blocks `first` to `end - 1` of a prompt between its cache and shared memory."""
+
+    request: PrefillRequest
+    first: int
+    end: int
+    memory: SegmentRef
 
 
 class Reply(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -117,7 +132,7 @@ class Refusal(msgspec.Struct, array_like=True, tag=True, frozen=True):
     message: str
 
 
-Message = Ask | Blocks | Reply | Done | Refusal
+Message = PrefillRequest | Blocks | Reply | Done | Refusal
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
@@ -131,7 +146,7 @@ class Connection:
     ) -> None:
         self.reader, self.writer, self._secret, self._is_server = reader, writer, secret, is_server
 
-    async def greet(self) -> None:
+    async def handshake(self) -> None:
         """Prove to each other who one is. Raises WireError if the peer is another program, or does not know the secret."""
         own = secrets.token_bytes(NONCE)
         await self.write(MAGIC + own)
