@@ -137,7 +137,7 @@ class AdaptiveLength(LengthPolicy):
         self._plain_over_curve: dict[
             int, float
         ] = {}  # what plain steps took by what the curve says, by bits of their sequences
-        self._timed_until: dict[int, int] = {}  # the decision before which plain steps are timed again, by the same bits
+        self._timed_until: dict[int, int] = {}  # by the same bits: the decision from which on they are timed again
         self._num_decisions = 0
         self._in_vain = 0  # rests in a row before which time was lost, by no lookup
 
