@@ -50,6 +50,7 @@ def running(id: str) -> None:
     print(f"running: yours ({sum(map(mine.written, exercises))} of {len(exercises)})")
     if unwritten := [exercise.id for exercise in exercises if mine.blanks(exercise)]:
         print(f"not written yet: {', '.join(unwritten)}. A cell that needs one stops there and names it.")
+        print("The same notebook in notebooks/ runs the reference: use it to predict and measure before you write.")
     if absent := [exercise.id for exercise in exercises if mine.absent(exercise)]:
         print(f"not in mine/, so the reference's: {', '.join(absent)}. `python -m milestones start {id}` brings them.")
     _name_the_unwritten(mine)

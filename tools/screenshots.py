@@ -79,7 +79,8 @@ def take(browser: Any, picture: Picture, folder: Path) -> Path:
         for key in picture.keys:
             page.keyboard.press(key)
         page.evaluate(DRAWN)
-        page.screenshot(path=str(out))
+        seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        seen.quantize(256, dither=Image.Dither.NONE).save(out, optimize=True)
     return out
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COURSE = Course(ROOT)
 SOURCES = "assets/source"
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+FIRST_CELL = re.compile(r"<td[^>]*>(.*?)</td>", re.DOTALL)
 CELL = re.compile(r"<td([^>]*)>")
 EXERCISE = re.compile(rf"<blockquote>(\s*<p><strong>(?:Exercise|练习) ({EXERCISE_ID})\b.*?)</blockquote>", re.DOTALL)
 MAP_ROW = re.compile(
@@ -29,20 +30,26 @@ sources: set[str] = set()  # files that the map names, in this build
 
 
 def table_cards(content: str) -> str:
-    """Tables of many columns, or of long rows, say in each cell what its column is called: a phone stacks the cells."""
+    """Tables of many columns, or of long rows, say in each cell what its column is called: a phone stacks the cells.
+
+    The first cell heads a card, and says so only where the column is of numbers: "16" alone tells nobody that it counts requests.
+    """
 
     def table(match: re.Match[str]) -> str:
-        head, *rows = re.split(r"(?=<tr>)", match[0])[1:]
+        head, *rows = re.split(r"(?=<tr\b)", match[0])[1:]
         names = [re.sub(r"<[^>]+>", "", name) for name in re.findall(r"<th[^>]*>(.*?)</th>", head, re.DOTALL)]
         longest = max((len(re.sub(r"<[^>]+>", "", row)) for row in rows), default=0)
         if len(names) < 3 or (len(names) < 4 and longest < LONG):
             return match[0]
 
+        firsts = (re.sub(r"<[^>]+>", "", cell[1]) for row in rows if (cell := FIRST_CELL.search(row)))
+        first = "" if any(re.search(r"[^\W\d_]", text) for text in firsts) else names[0]
+
         def named(row: str) -> str:
-            left = iter(names)
+            left = iter([first, *names[1:]])
             return CELL.sub(lambda cell: f'<td{cell[1]} data-label="{next(left, "")}">', row)
 
-        above = match[0].partition("<tr>")[0]
+        above = re.split(r"<tr\b", match[0], maxsplit=1)[0]
         return f'<div class="cards">{above}{head}{"".join(map(named, rows))}</div>'
 
     return TABLE.sub(table, content)

@@ -36,8 +36,10 @@ from milestones.tasks import Milestone  # noqa: E402
 
 ZH = "zh"
 MERMAID = "assets/mermaid/mermaid.tiny.js"
-DOWNWARDS = re.compile(r'(<pre class="mermaid"><code>)(?=flowchart T[DB])')
-TIGHT = '%%{init: {"flowchart": {"rankSpacing": 16, "nodeSpacing": 24, "padding": 6}}}%%\n'  # on one screen
+DIAGRAM = re.compile(r'(<pre class="mermaid"><code>)(.*?</pre>)', re.DOTALL)
+TIGHT = """%%{init: {"flowchart": {"rankSpacing": 16, "nodeSpacing": 24, "padding": 6, "wrappingWidth": 300,
+"subGraphTitleMargin": {"top": 0, "bottom": 14}}, "class": {"hideEmptyMembersBox": true}, "sequence": {"mirrorActors": false, "messageMargin": 28}}}%%
+"""  # on one screen
 TOUCH = "assets/touch.js"
 RECORDINGS = "assets/recordings"
 OVERVIEW = re.compile(r'<p><img[^>]*src="[^"]*assets/overview\.svg"[^>]*></p>')
@@ -47,6 +49,9 @@ OVERVIEW_FILE = Path(__file__).parents[1] / "assets/overview.svg"
 shown: set[tuple[str, ...]] = set()  # in this build
 SCENES_PAGE = "inspector/"
 ALTERNATE = re.compile(r'\s*<link rel="alternate" [^>]*>')
+SKIPPED = re.compile(
+    r"(<(h[2-4])\b(?:(?!<h\d).)*?</\2>)\s*<p><em>(Skip at first|第一次读可以跳过)[.。]</em></p>(.*?)(?=<h\d)", re.DOTALL
+)
 BASE = re.compile(r'(<script id="__config"[^>]*>\{.*?"base": "[^"]*)')
 MORE = {"en": ("On a page of its own", "More scenes"), ZH: ("单独打开", "更多场景")}
 
@@ -116,7 +121,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     The theme would fetch that script from the web; it does not where `mermaid` is there already.
     """
     if '<pre class="mermaid">' in content:
-        content = DOWNWARDS.sub(lambda match: match[1] + html.escape(TIGHT), content)
+        content = DIAGRAM.sub(_diagram, content)
         content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
     if '<div class="touch"' in content:
         content += f'\n<script src="{get_relative_url(TOUCH, page.url)}"></script>'
@@ -132,10 +137,12 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """A Chinese page searches below `zh/`, where the pages of its index are.
+    """A section to skip at first is closed: its heading opens it, and so does a link to the heading. The index, made before, has its text.
 
-    The theme would look for a sitemap beside each page in another language that a page names; the site's own sitemap names them all.
+    A Chinese page searches below `zh/`, where the pages of its index are. The theme would look for a sitemap beside each page in
+    another language that a page names; the site's own sitemap names them all.
     """
+    output = SKIPPED.sub(r'<details class="skip"><summary>\1<span>\3</span></summary>\4</details>', output)
     output = ALTERNATE.sub("", output)
     return BASE.sub(rf"\1/{ZH}/", output, count=1) if page.file.locale_alternate_of == ZH else output
 
@@ -202,6 +209,17 @@ def _recording(match: re.Match[str], page: Any) -> str:
     if page.url != prefix + SCENES_PAGE:
         links.append(f'<a href="{scenes_page}">{more}</a>')
     return f'<div class="recording">{frame}{match[3]}</div>\n<div class="under-recording">{" · ".join(links)}</div>'
+
+
+def _diagram(match: re.Match[str]) -> str:
+    """One that does not run sideways is on one screen; what runs sideways scrolls in a frame of its own on a phone."""
+    start, rest = match.groups()
+    tight = start + rest if rest.startswith(("flowchart LR", "stateDiagram")) else start + html.escape(TIGHT) + rest
+    return (
+        tight
+        if rest.startswith("flowchart T") and "direction LR" not in rest
+        else f'<div class="wide-diagram">{tight}</div>'
+    )
 
 
 def _overview(page: Any) -> str:

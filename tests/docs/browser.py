@@ -23,6 +23,8 @@ DRAWN = "[...document.querySelectorAll('div.mermaid')].filter(diagram => diagram
 CUT = """[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1)
     .map(code => code.innerText)"""
 TOO_WIDE = "document.documentElement.scrollWidth - innerWidth"
+TALLEST = "Math.max(0, ...[...document.querySelectorAll('div.mermaid')].map(diagram => diagram.clientHeight))"
+OPENED = "for (const fold of document.querySelectorAll('details')) fold.open = true"
 NO_ALT = "[...document.images].filter(image => !image.alt.trim()).map(image => image.src)"
 SEARCHED = "[...document.querySelectorAll('.md-search-result__link')].map(link => new URL(link.href).pathname)"
 # Of a hidden input, as of the switch of colours, the label beside it shows the focus.
@@ -108,18 +110,20 @@ class Seen:
     """What the browser saw of a page."""
 
     diagrams: int
+    tallest: int  # pixels, of the diagrams
     cut: list[str]  # code
     no_alt: list[str]  # pictures
     too_wide: int  # pixels, on a phone
 
 
 def visit(page: Any, file: Path, path: str) -> Seen:
-    """Show a page of a built site, 1,440 pixels wide, and then as wide as a phone."""
+    """Show a page of a built site, all its folds open, 1,440 pixels wide, and then as wide as a phone."""
     page.set_viewport_size(DESK)
     page.goto(path)
     with contextlib.suppress(pytest.importorskip("playwright.sync_api").TimeoutError):
         page.wait_for_function(f"{DRAWN} >= {num_diagrams(file)}", timeout=5000)
-    found = [page.evaluate(what) for what in (DRAWN, CUT, NO_ALT)]
+    page.evaluate(OPENED)
+    found = [page.evaluate(what) for what in (DRAWN, TALLEST, CUT, NO_ALT)]
     page.set_viewport_size(PHONE)
     return Seen(*found, page.evaluate(TOO_WIDE))
 

@@ -21,6 +21,7 @@ from tests.docs import browser
 from tests.docs.blocks import ROOT
 
 NOT_TRANSLATED = "本页还没有中文版"  # the English page, looked at once
+SCREEN = 780  # pixels that a diagram may be high: those of a screen, 1,440 x 900, below the head
 COLUMNS = 120  # of code, that a page shows at a width of 1,440 pixels
 WORDS = {  # word: the chapter that is about it
     "": {
@@ -210,6 +211,7 @@ class TestInABrowser:
         assert outside == [], "a page asks somebody else, or for what is not there"
         for name, seen in said.items():
             assert seen.diagrams == browser.num_diagrams(files[name]), name
+            assert seen.tallest <= SCREEN, f"{name} has a diagram of {seen.tallest} pixels"
             assert seen.no_alt == [], f"{name}: a picture has no alt text"
             is_inspector = name.startswith("assets/")  # tests/inspector looks at it on a phone
             assert is_inspector or seen.too_wide <= 0, f"a phone scrolls {name} sideways"
@@ -258,6 +260,24 @@ class TestInABrowser:
             said = touch.locator(".touch-said b").all_text_contents()
             assert said == ([cells[2]] if touch.locator("input").count() == 2 else cells[1:])
             assert touch.locator(".touch-bars .chosen").count() == len(said)
+
+    @pytest.mark.parametrize("page_name", ["3_paged_kv", "zh/3_paged_kv"])
+    def test_a_section_to_skip_at_first(self, book: browser.Book, page_name: str) -> None:
+        """It is closed; a link to its heading opens it, and paper shows it. A search finds its text."""
+        seen = "document.querySelector('#copy-on-write').closest('details').querySelector('p').checkVisibility({contentVisibilityAuto: true})"
+        with browser.opened(book) as (page, _):
+            page.goto(f"{page_name}/index.html")
+            assert page.locator("details.skip").count() == 8 and page.locator("details.skip[open]").count() == 0
+            assert not page.evaluate(seen)
+            page.emulate_media(media="print")
+            assert page.evaluate(seen)
+            page.emulate_media(media="screen")
+            page.locator(".md-nav--secondary a[href='#copy-on-write']").first.evaluate("link => link.click()")
+            page.locator("details.skip[open] #copy-on-write").wait_for()
+            assert page.evaluate(seen)
+            home = page_name.removesuffix("3_paged_kv")
+            index = page.request.get(f"{book.address}{home}search/search_index.json").json()["docs"]
+            assert [e["text"] for e in index if e["location"] == "3_paged_kv/#copy-on-write" and "fork()" in e["text"]]
 
     def test_colours_can_be_switched(self, book: browser.Book) -> None:
         """The recording on the page follows, and the choice is kept."""
