@@ -25,7 +25,8 @@ from typing import IO, Any
 
 LIBRARIES = [
     "torch", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "safetensors.torch",
-    "triton.runtime.interpreter", "triton.experimental.gluon", "anyio._backends._asyncio", "pytest", "hypothesis", "pytest_timeout", "_hypothesis_pytestplugin", "rich.console", "typer",
+    "triton.runtime.interpreter", "triton.experimental.gluon", "anyio._backends._asyncio", "pytest",
+    "hypothesis", "pytest_timeout", "_hypothesis_pytestplugin", "rich.console", "typer",
 ]  # fmt: skip
 READ_EARLY = (
     "TRITON_", "OMP_", "MKL_", "CUDA_", "TORCH", "HF_", "TRANSFORMERS_", "PYTHON", "LC_", "LANG", "VIRTUAL_ENV",
