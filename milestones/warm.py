@@ -19,13 +19,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 LIBRARIES = [
     "torch", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "safetensors.torch",
-    "triton.runtime.interpreter", "pytest", "hypothesis", "pytest_timeout", "_hypothesis_pytestplugin", "rich.console", "typer",
+    "triton.runtime.interpreter", "triton.experimental.gluon", "anyio._backends._asyncio", "pytest",
+    "hypothesis", "pytest_timeout", "_hypothesis_pytestplugin", "rich.console", "typer",
 ]  # fmt: skip
 READ_EARLY = (
     "TRITON_", "OMP_", "MKL_", "CUDA_", "TORCH", "HF_", "TRANSFORMERS_", "PYTHON", "LC_", "LANG", "VIRTUAL_ENV",
@@ -44,10 +45,16 @@ def run(
 ) -> int | None:
     """pytest's exit status with these arguments, its words to `out` or to our own output; None where nothing can fork.
 
-    After `limit` seconds it is ended: `OUT_OF_TIME`. `FOLOVLLM_WARM=0` switches all of it off.
+    After `limit` seconds it is ended: `OUT_OF_TIME`. `FOLOVLLM_WARM=0` switches all of it off. Where nothing can fork, a
+    process of `milestones.spare` runs them.
     """
-    if sys.platform != "linux" or os.environ.get("FOLOVLLM_WARM") == "0":
+    how = os.environ.get("FOLOVLLM_WARM")
+    if how == "0":
         return None
+    if sys.platform != "linux" or how == "spawn":
+        from milestones import spare
+
+        return spare.run(words, folder, environment, out, limit)
     server = _connected(environment)
     if server is None:
         return None
@@ -66,13 +73,22 @@ def run(
 
 def address(environment: Mapping[str, str]) -> Path:
     """Where the process for this interpreter and this environment listens, in a folder that is ours alone."""
+    return private_folder() / key(environment)
+
+
+def key(environment: Mapping[str, str], folder: str = "") -> str:
+    """A name for this interpreter, what of the environment is read when the libraries are imported, and a checkout."""
     early = sorted((k, v) for k, v in environment.items() if k.startswith(READ_EARLY))
-    name = hashlib.sha256(repr((sys.executable, sys.version, early)).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir(), f"folovllm-{os.getuid()}")
+    return hashlib.sha256(repr((sys.executable, sys.version, early, folder)).encode()).hexdigest()[:16]
+
+
+def private_folder() -> Path:
+    """A folder that nobody else can read."""
+    folder = Path(tempfile.gettempdir(), f"folovllm-{os.getuid() if sys.platform != 'win32' else 'warm'}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    if sys.platform != "win32" and folder.stat().st_uid != os.getuid():  # Windows has such a folder for each user
         raise ValueError(f"{folder} belongs to somebody else: set FOLOVLLM_WARM=0")
-    return folder / name
+    return folder
 
 
 def _connected(environment: Mapping[str, str]) -> socket.socket | None:
@@ -112,21 +128,56 @@ class Owner:
             self._channel.close()
         self._channel = None
 
-    def run(self, words: list[str], folder: Path, environment: Mapping[str, str], said: Path, limit: float) -> int:
-        """pytest's exit status with these arguments in this folder, its words to the file `said`; after `limit` seconds `OUT_OF_TIME`."""
+    def run(
+        self, words: list[str], folder: Path, environment: Mapping[str, str], said: Path, limit: float
+    ) -> tuple[int, str]:
+        """(pytest's exit status with these arguments in this folder, its `--course-report`); after `limit` seconds `OUT_OF_TIME`.
+
+        Its words go to the file `said`. The report comes through a pipe where there are pipes with a name (not on Windows): what
+        was written cannot be taken back, so the report of a run in which two are written is no JSON.
+        """
+        if sys.platform == "win32":
+            report = said.with_suffix(".json")
+            status = self._run([f"--course-report={report}", *words], folder, environment, said, limit)
+            return status, report.read_text("utf-8") if report.is_file() else ""
+        ours, theirs = os.pipe()
+        text = bytearray()
+        reader = threading.Thread(target=_read_all, args=(ours, text))
+        reader.start()
+        try:
+            status = self._run(words, folder, environment, said, limit, theirs)
+        finally:
+            os.close(theirs)
+            reader.join(10)  # at once, unless a process that has left the group holds the other end
+        return status, text.decode(errors="replace")
+
+    def _run(
+        self,
+        words: list[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        said: Path,
+        limit: float,
+        report: int | None = None,
+    ) -> int:
         with said.open("w") as out, Path(os.devnull).open() as nothing:
-            if self._can_fork:
-                return self._forked(words, folder, environment, [nothing.fileno(), out.fileno(), out.fileno()], limit)
-            command = [sys.executable, "-m", "pytest", *words]
+            if self._can_fork and report is not None:
+                files = [nothing.fileno(), out.fileno(), out.fileno(), report]
+                return self._forked(words, folder, environment, files, limit)
+            pipes = () if report is None else (report,)
+            command = [sys.executable, "-m", "pytest", *_reported(words, pipes)]
             streams: Any = {"stdin": nothing, "stdout": out, "stderr": out}
-            child = subprocess.Popen(command, cwd=folder, env=dict(environment), start_new_session=True, **streams)
+            own = dict(environment)
+            child = subprocess.Popen(command, cwd=folder, env=own, start_new_session=True, pass_fds=pipes, **streams)
             try:
                 return child.wait(limit)
             except subprocess.TimeoutExpired:
                 return OUT_OF_TIME
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                if sys.platform != "win32":
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(child.pid, signal.SIGKILL)
+                child.kill()
                 child.wait()
 
     def _forked(
@@ -172,6 +223,17 @@ class Owner:
                 subprocess.Popen(command, env=own, start_new_session=True, pass_fds=fds, **streams)
             self._channel.recv(1)  # it has imported all: that is in nobody's limit of time
         return self._channel
+
+
+def _reported(words: list[str], pipes: Sequence[int]) -> list[str]:
+    """pytest's arguments, with the report to a pipe that is open."""
+    return [*(f"--course-report=/dev/fd/{pipe}" for pipe in pipes), *words]
+
+
+def _read_all(pipe: int, text: bytearray) -> None:
+    while some := os.read(pipe, 65536):
+        text += some
+    os.close(pipe)
 
 
 def serve_owner(channel: socket.socket) -> None:
@@ -227,15 +289,18 @@ def serve(place: Path) -> None:
 
 def _attend(connection: socket.socket, end_what_is_left: bool = False) -> None:
     """Run what is asked for in a child, and say its status; end it where the asker is gone."""
-    size, files, _, _ = socket.recv_fds(connection, 8, 3)
+    size, files, _, _ = socket.recv_fds(connection, 8, 4)
     request = connection.recv(int.from_bytes(size), socket.MSG_WAITALL)
     child = os.fork()
     if child == 0:
         connection.close()
         os.setsid()
-        for number, file in enumerate(files):
+        for number, file in enumerate(files[:3]):
             os.dup2(file, number)
-        _become(*marshal.loads(request))
+        words, folder, environment = marshal.loads(request)
+        _become(_reported(words, files[3:]), folder, environment)
+    for file in files:
+        os.close(file)
     ended = os.pidfd_open(child)
     watched: list[int | socket.socket] = [ended, connection]
     ready, _, _ = select.select(watched, [], [])
@@ -251,6 +316,11 @@ def _attend(connection: socket.socket, end_what_is_left: bool = False) -> None:
 
 def _become(words: list[str], folder: str, environment: dict[str, str]) -> None:
     """Be pytest; never returns."""
+    os._exit(pytest_status(words, folder, environment))
+
+
+def pytest_status(words: list[str], folder: str, environment: dict[str, str]) -> int:
+    """Run pytest in this process, as if it had been started there and with nothing else in its environment."""
     import pytest
 
     os.environ.clear()
@@ -261,22 +331,26 @@ def _become(words: list[str], folder: str, environment: dict[str, str]) -> None:
     sys.dont_write_bytecode = True
     importlib.invalidate_caches()
     status = 1
-    try:
+    with contextlib.suppress(BaseException):
         status = int(pytest.main(["-Wignore::pytest.PytestAssertRewriteWarning", *words]))
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return status
 
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file, in which modules have names of other libraries'
+def import_libraries() -> None:
+    """Import all that is large and never changes."""
     if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as in `folovllm/__init__.py`
     for library in LIBRARIES:
         with contextlib.suppress(ImportError):  # Triton is for Linux on some processors only
             importlib.import_module(library)
     gc.collect()
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this file, in which modules have names of other libraries'
+    import_libraries()
     gc.freeze()
     if sys.argv[1].isdigit():
         serve_owner(socket.socket(fileno=int(sys.argv[1])))

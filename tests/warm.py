@@ -39,6 +39,8 @@ PRELOAD = [
     "triton",
     "triton.language",
     "triton.runtime.interpreter",
+    "triton.experimental.gluon",  # when the first kernel runs
+    "anyio._backends._asyncio",  # when pytest loads the plugins that are installed
     "pytest",
     "hypothesis",
     "numpy",
@@ -48,7 +50,14 @@ PRELOAD = [
     "_pytest.unittest",
     "_pytest.debugging",
     "rich.console",
+    "rich.markdown",
+    "rich.syntax",
+    "rich.table",
     "typer.testing",
+    "typer._adapters",  # when a command's arguments are read: pydantic
+    "pydantic.fields",
+    "pydantic.type_adapter",
+    "tabulate",  # when the interpreter ends: torch._dynamo
     "xxhash",
     "safetensors.torch",
     "transformers.models.qwen3.modeling_qwen3",

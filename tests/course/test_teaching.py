@@ -58,6 +58,20 @@ def passed(item, call):
     return make(item, call)
 pytest.TestReport.from_item_and_call = passed
 """,
+    "deselects": """
+import pytest
+class Deselects:
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if "canary" in item.name]
+frame = sys._getframe()
+while frame:
+    if isinstance(config := frame.f_locals.get("config"), pytest.Config):
+        config.pluginmanager.register(Deselects())
+        break
+    frame = frame.f_back
+""",
+    "makes_approximations_equal": "import pytest\npytest.approx = lambda right, **named: type('Any', (), {'__eq__': lambda a, b: True})()",
+    "lets_nothing_raise": "import contextlib, pytest\npytest.raises = contextlib.suppress",
     "makes_tensors_equal": "import torch\ntorch.equal = lambda *tensors: True",
     "hides_tests": """
 frame = sys._getframe()
@@ -67,6 +81,19 @@ while frame:
     frame = frame.f_back
 """,
 }
+# Rewrites the report of its run: by a process beside it, and when the interpreter ends.
+REPORTS = """
+import atexit, json, threading
+def report():
+    for pipe in [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")] + ["/dev/fd/3"]:
+        try:
+            if os.readlink(pipe).startswith("pipe:"):
+                name = next((ROOT / "tests").glob("test_*.py")).stem
+                canary = f"tests/{name}.py::{name.replace('test_', 'test_canary_')}"
+                Path(pipe).write_text(json.dumps({"tests/m1/test_pool.py::test_take": ["passed", None], canary: ["failed", None]}))
+        except OSError:
+            pass
+"""
 DAEMON = """
 if os.fork() == 0:
     os.setsid()
@@ -100,7 +127,13 @@ def test_no_forgery_has_points(sample: Course, monkeypatch: pytest.MonkeyPatch) 
     for name, (lines, *_) in FORGED.items():
         hand_in(sample, name, f"        {lines}")
     for name, head in PATCHED.items():
-        hand_in(sample, name, TAKE if name == "makes_tensors_equal" else "        return 0", f"{HERE}\n{head}")
+        hand_in(sample, name, TAKE if name.endswith(("_equal", "_raise")) else "        return 0", f"{HERE}\n{head}")
+    hand_in(
+        sample,
+        "has_a_process_report",
+        "        return 0",
+        f"{HERE}{REPORTS}\nif os.fork() == 0:\n    report()\n    os._exit(0)",
+    )
     pid = sample.root.parent / "pid"
     hand_in(sample, "leaves_a_process", head=HERE + DAEMON.format(file=str(pid)))
     file = hand_in(sample, "links_to_the_answer") / "folovllm/pool.py"
@@ -119,7 +152,10 @@ def test_no_forgery_has_points(sample: Course, monkeypatch: pytest.MonkeyPatch) 
     assert {name for name, row in rows.items() if row["points"]} == passed
     for name, (_, _, why) in FORGED.items():
         assert why in str(rows[name]["why"]), rows[name]
-    assert all("cannot be believed" in str(rows[name]["why"]) for name in PATCHED), rows
+    for name in PATCHED:
+        why = "is missing in the report" if name == "deselects" else "cannot be believed"
+        assert why in str(rows[name]["why"]), rows[name]
+    assert "more than one" in str(rows["has_a_process_report"]["why"])
     assert "symbolic link" in str(rows["links_to_the_answer"]["why"])
     assert "symbolic link" in str(rows["links_to_the_package"]["why"])
     assert "does not parse" in str(rows["has_no_python"]["why"])
@@ -134,6 +170,23 @@ def test_who_changes_the_checkout_itself_is_noticed(sample: Course) -> None:
     folder = sample.root.parent / "class/reaches_out"
     said = course(sample, "grade", "m1.1", "--folder", str(folder), status=2)
     assert "the checkout that grades has changed meanwhile (tests/m1/test_pool.py)" in said
+
+
+def test_where_nothing_forks_a_report_at_exit_is_a_second_one(sample: Course) -> None:
+    course(sample, "start", "m1")
+    hand_in(sample, "reports_at_exit", "        return 0", f"{HERE}{REPORTS}\natexit.register(report)")
+    (row,) = grades(sample).values()
+    assert row["points"] == 0 and "more than one" in str(row["why"])
+
+
+def test_what_python_would_run_the_next_time_is_noticed(sample: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that leaves a module which every later start of Python would run, and so every other student's tests."""
+    monkeypatch.setenv("PYTHONUSERBASE", str(sample.root.parent / "base"))
+    course(sample, "start", "m1")
+    lines = "import site; folder = Path(site.getusersitepackages()); folder.mkdir(parents=True)"
+    hand_in(sample, "stays", f"        {lines}; (folder / 'usercustomize.py').write_text('')\n{TAKE}")
+    said = course(sample, "grade", "m1.1", "--folder", str(sample.root.parent / "class/stays"), status=2)
+    assert "usercustomize.py" in said
 
 
 def test_points_are_for_what_passes(sample: Course) -> None:

@@ -49,8 +49,8 @@ def test_add_rms_norm(hidden, dtype):
     before = x.clone(), residual.clone()
     normed, total = add_rms_norm(x, residual, layer.weight, layer.eps)
     expected, expected_total = layer(x, residual)
-    assert torch.equal(total, expected_total), "the sum is x + residual, rounded to the model's dtype"
-    assert_close(normed, expected)
+    assert torch.equal(total, expected_total), f"the sum is x + residual, rounded to the model's dtype, {dtype}"
+    assert_close(normed, expected, says=f"out = sum / rms(sum) * weight, the mean square over H = {hidden} numbers")
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), (
         "x and residual are the caller's: they stay as they were"
     )
@@ -63,7 +63,8 @@ def test_add_rms_norm_of_zeros_and_of_small_numbers():
     x[1] = 1e-3
     normed, _ = add_rms_norm(x, torch.zeros_like(x), layer.weight, 1e-6)
     assert not normed[0].any(), "eps keeps a row of zeros at zero"
-    assert_close(normed[1], layer.weight * 1e-3 / (1e-6 + 1e-6) ** 0.5)
+    says = "eps is added to the mean square, under the root: a row of 0.001 over sqrt(1e-6 + 1e-6)"
+    assert_close(normed[1], layer.weight * 1e-3 / (1e-6 + 1e-6) ** 0.5, says=says)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +72,20 @@ def test_rms_norm_of_a_slice(dtype):
     """No residual, and rows that are not contiguous."""
     layer = norm(40, dtype)
     x = torch.randn(3, 100, device=DEVICE, dtype=dtype)[:, 20:60]
-    assert_close(rms_norm(x, layer.weight, layer.eps), layer(x))
+    says = "rows of 40 that are `stride_x` = 100 apart, without a residual"
+    assert_close(rms_norm(x, layer.weight, layer.eps), layer(x), says=says)
+
+
+def rounding_left_out(found, total, layer):
+    """The clause that `found` breaks: of the sum (the float32 `total`) or of the quotient, whichever explains more of it."""
+    rounded = total.half().float()
+    kept = (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + layer.eps)).half() * layer.weight
+    quotient = rounded * torch.rsqrt(rounded.square().mean(-1, keepdim=True) + layer.eps)
+    clauses = {
+        "the sum is rounded to the model's dtype before its mean square is taken in float32": kept,
+        "the quotient is rounded again before the weight multiplies it": (quotient * layer.weight.float()).half(),
+    }
+    return max(clauses, key=lambda clause: (found == clauses[clause]).float().mean().item())
 
 
 @pytest.mark.parametrize("size", [1, 300])
@@ -83,13 +97,12 @@ def test_norm_rounds_where_transformers_does(size, like_a_gpu):
     torch.manual_seed(0)
     layer = norm(1000, torch.float16)
     x, residual = (size * torch.randn(4, 1000, device=DEVICE).half() for _ in range(2))
-    normed, _ = add_rms_norm(x, residual, layer.weight, layer.eps)
-    assert (normed != layer(x, residual)[0]).float().mean() < 0.02, (
-        "with a residual: a rounding is missing or in the wrong place"
-    )
-    assert (rms_norm(x, layer.weight, layer.eps) != layer(x)).float().mean() < 0.02, (
-        "without a residual: a rounding is missing or in the wrong place"
-    )
+    for total, found, right in (
+        (x.float() + residual.float(), add_rms_norm(x, residual, layer.weight, layer.eps)[0], layer(x, residual)[0]),
+        (x.float(), rms_norm(x, layer.weight, layer.eps), layer(x)),
+    ):
+        off = (found != right).float().mean().item()
+        assert off < 0.02, f"{off:.0%} of the numbers differ in float16: {rounding_left_out(found, total, layer)}"
 
 
 def test_add_rms_norm_of_rows_with_different_strides(like_a_gpu):
@@ -98,8 +111,9 @@ def test_add_rms_norm_of_rows_with_different_strides(like_a_gpu):
     x, residual = torch.randn(3, 100, device=DEVICE)[:, 20:60], torch.randn(3, 40, device=DEVICE)
     for first, second in ((x, residual), (residual, x)):
         normed, total = add_rms_norm(first, second, layer.weight, layer.eps)
-        assert torch.equal(total, x + residual), "each of the two has a stride of its own"
-        assert_close(normed, layer(first, second)[0])
+        strides = f"rows of `x` are {first.stride(0)} apart, those of `residual` {second.stride(0)}"
+        assert torch.equal(total, x + residual), f"{strides}: each has a stride of its own"
+        assert_close(normed, layer(first, second)[0], says=strides)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

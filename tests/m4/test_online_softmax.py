@@ -27,14 +27,16 @@ def tile_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
     ALL: tl.constexpr = False,
+    ROWS: tl.constexpr = M,
+    KEYS: tl.constexpr = N,
 ):
     """Load a tile and the state [M], [M], [M, D]; store the state that comes back."""
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     q, k = tl.load(q_ptr + m[:, None] * D + d[None, :]), tl.load(k_ptr + n[:, None] * D + d[None, :])
     v = tl.load(v_ptr + n[:, None] * D + d[None, :])
-    seen = (
-        True if ALL else tl.load(seen_ptr + m[:, None] * N + n[None, :]) != 0
-    )  # True: a prefill's, before the diagonal
+    row, key = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
+    # True: a prefill's, before the diagonal. [1, N]: a decode's. [M, 1]: of queries, some of which are padding.
+    seen = True if ALL else tl.load(seen_ptr + row * KEYS + key) != 0
     accs = acc_ptr + m[:, None] * D + d[None, :]
     row_max, row_sum, acc = online_softmax_tile(
         q, k, v, seen, tl.load(max_ptr + m), tl.load(sum_ptr + m), tl.load(accs), scale
@@ -45,11 +47,13 @@ def tile_kernel(
 
 
 def run(q, keys, values, seen, scale=D**-0.5 * LOG2_E, see_all=False):
-    """Fold `keys` and `values` [tiles, N, D] in, masked by `seen` [tiles, M, N]; returns the final state."""
+    """Fold `keys` and `values` [tiles, N, D] in, masked by `seen` [tiles, M or 1, N or 1]; returns the final state."""
     state = [torch.full((M,), LOWEST), torch.zeros(M), torch.zeros(M, D)]
     state = [x.to(DEVICE) for x in state]
     for k, v, s in zip(keys, values, seen, strict=True):
-        tile_kernel[(1,)](q, k.contiguous(), v.contiguous(), s.int().contiguous(), *state, scale, M, N, D, see_all)
+        tile_kernel[(1,)](
+            q, k.contiguous(), v.contiguous(), s.int().contiguous(), *state, scale, M, N, D, see_all, *s.shape
+        )
     return state
 
 
@@ -110,6 +114,23 @@ def test_visible_may_be_true():
     seen = torch.ones(2, M, N, dtype=torch.bool, device=DEVICE)
     _, row_sum, acc = run(q, keys, values, seen, see_all=True)
     assert_close(acc / row_sum[:, None], reference(q, keys, values, seen)[0])
+
+
+@pytest.mark.parametrize("shape", [(1, N), (M, 1), (1, 1)])
+def test_visible_may_have_one_row_or_one_column(shape):
+    """One row for all queries, as in a decode; one column where a query sees all keys or none."""
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (2, N), (2, N)))
+    seen = torch.ones(2, *shape, dtype=torch.bool, device=DEVICE)
+    seen.flatten()[1::3] = False
+    row_max, row_sum, acc = run(q, keys, values, seen)
+    whole = seen.expand(2, M, N)
+    sees = whole.any(2).any(0)
+    says = f"`visible` of shape {[*shape]} is broadcast to [{M}, {N}]"
+    expected, scores = reference(q, keys, values, whole)
+    assert_close((acc / row_sum[:, None])[sees], expected[sees], says=says)
+    assert_close(row_max[sees] / LOG2_E, scores[sees].amax(-1), says=f"{says}, row_max")
+    assert (row_sum[~sees] == 0).all(), f"{says}: queries that see nothing keep the sum 0"
 
 
 def test_float32_is_not_rounded_to_tf32(like_a_gpu):

@@ -66,6 +66,8 @@ def test_a_workflow_runs_what_there_is(file: Path) -> None:
             (words[0] == "make" and {*words[1:]} <= TARGETS)
             or (ROOT / words[0]).exists()
             or words[0].startswith(".venv")
+            or words[:3] == ["python", "-m", "pip"]  # on Windows, which has no make
+            or (words[:2] == ["python", "-m"] and (ROOT / f"{words[2].replace('.', '/')}.py").is_file())
         )
 
 

@@ -48,9 +48,14 @@ def test_scales_leave_headroom_and_are_powers_of_two(largest: list[float]) -> No
 
 
 def test_each_layer_has_its_own() -> None:
-    caches = [cache_of(-7.0, 3.5), cache_of(3.5, 7.0).half()]
+    wide = cache_of(7.0 * 2**15, 7.0)
+    caches = [cache_of(-7.0, 3.5), cache_of(3.5, 7.0).half(), wide, wide.bfloat16()]
     found = scales_of(caches)
-    assert found == [KVScales(1 / 32, 1 / 64), KVScales(1 / 64, 1 / 32)], "a pair for each layer, whatever its dtype"
+    assert found[:2] == [KVScales(1 / 32, 1 / 64), KVScales(1 / 64, 1 / 32)], (
+        "a pair for each layer, whatever its dtype"
+    )
+    says = f"229,376 is beyond float16, and a cache of float32 or bfloat16 holds it: 2 * 229,376 / 448 is 1,024, not {found[2:]}"
+    assert found[2:] == [KVScales(1024.0, 1 / 32)] * 2, says
     assert caches[0].equal(cache_of(-7.0, 3.5)), "the cache has been changed: it is looked at, and then used"
     assert type(found[0].key) is float, "a scale is a Python float, which kernels take as an argument"
 

@@ -78,6 +78,16 @@ class TestBestDraftLengths:
         ]
         assert found == [[1], [0]], "one draft token is 1.2 times as fast as none"
 
+    @pytest.mark.parametrize(("seconds", "margin"), [(1.0, 1.5), (1.5, 1.0)])
+    def test_a_gain_of_exactly_the_margin_is_none(self, seconds: float, margin: float) -> None:
+        """One draft token makes 1.5 tokens, and all numbers here are exact in binary."""
+        cost = costs((1.0, 2.0), (1.0, seconds))
+        found = best_draft_lengths(np.ones(1), np.array([0.5]), cost, 1, margin)
+        says = (
+            f"1.5 tokens in {seconds} s are exactly {margin} times as fast as one token a second, and it must be more"
+        )
+        assert found == [0], f"{says}: [0], not {found}"
+
     def test_a_draft_model_writes_as_far_as_the_longest_draft(self) -> None:
         """Both draft tokens of the first sequence are worth most, so one more of the second takes no more steps of the draft model."""
         found = depths(0.9, 0.4, cost=costs((1.0, 2.0), (1.0, 1.05), per_draft_token=0.3), most=2)

@@ -114,6 +114,20 @@ def test_in_half_precision_l_is_float32(dtype: torch.dtype) -> None:
     assert found == pytest.approx(part / (1 + part), rel=0.01), says
 
 
+def test_in_half_precision_scores_are_float32_before_the_scale() -> None:
+    """Two products, 40,000 and 39,968, which float16 holds; times 2 it does not, and times 0.01 it holds no difference of 0.32."""
+    query, key, value = (torch.zeros(1, 1, size, 2, dtype=torch.float16) for size in (1, CONTEXT, CONTEXT))
+    query[..., 0], key[0, 0, 0, 0], key[0, 0, 1, 0], value[0, 0, 0, 0] = 256.0, 156.25, 156.125, 1.0
+    for scale in (2.0, 0.0101):
+        found = attend_in_tiles(query, key, value, torch.tensor([[1]]), scale)[0, 0, 0, 0].item()
+        product = (query[0, 0] @ key[0, 0, :2].T).double()[0] * scale
+        right = product.softmax(0)[0].item()
+        says = f"scores {product.tolist()} give position 0 the weight {right:.4f}, not {found:.4f}"
+        assert found == pytest.approx(right, rel=2e-3), (
+            f"{says}: the product is float32 before it is multiplied by scale"
+        )
+
+
 @pytest.mark.parametrize("length", [50, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_longer_batch_changes_no_bit(dtype: torch.dtype, length: int) -> None:

@@ -39,6 +39,7 @@ def attend_in_tiles(
 
     With m the largest score so far, l the sum of exp(score - m) and acc the sum of exp(score - m) * value, all float32, a tile
     multiplies l and acc by exp(m_before - m), then adds its own part. The weights go to the dtype of `value` for their product.
+    The product Q K^T may be taken in the dtype of `query`, whose range it fits (65,504 in float16), and is float32 before `scale`.
 
     Returns:
         acc / l, [n, Hkv, R, D], in the dtype of `value`.

@@ -73,8 +73,8 @@ def best_draft_lengths(hits: Floats, acceptances: Floats, cost: StepCost, most: 
 
     The j-th draft token of a sequence comes with the chance `hit`, takes one token of the step's width, and is worth
     acceptance ** j. So sort all draft tokens of all sequences by worth, and take as many from the front as give the best ratio
-    of tokens to time: for any width no other choice has more tokens. All zero unless that is `margin` times as good as to
-    draft nothing. `cost.of_speculative` gives the time of each width, `cost.of_plain` that of a step without draft tokens.
+    of tokens to time: for any width no other choice has more tokens. All zero unless that is more than `margin` times as
+    good as to draft nothing. `cost.of_speculative` gives the time of each width, `cost.of_plain` that of a step without draft tokens.
     """
     num_seqs = len(hits)
     worth = acceptances[:, None] ** np.arange(1, most + 1)  # [S, most]
