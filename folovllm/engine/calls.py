@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
+from folovllm.config import EngineConfig
 from folovllm.engine.core import EngineCore
 from folovllm.engine.events import ExpertsAsked, Listener
 from folovllm.engine.input_processor import InputProcessor
@@ -19,7 +20,11 @@ from folovllm.engine.snapshot import snapshot
 from folovllm.models.files import full_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import STRUCTURED_OUTPUT, is_installed, named
-from folovllm.sampling_params import SamplingParams
+from folovllm.request import Request, Sequence
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from folovllm.engine.llm_engine import LLMEngine
 
 
 class EngineCalls:
@@ -33,7 +38,8 @@ class EngineCalls:
     one_call: Callable[[], AbstractContextManager[None]]
     require_open: Callable[[], None]
     add_request: Callable[..., None]
-    abort_request: Callable[..., Any]
+    _require_new: Callable[[str], None]
+    _add: Callable[[list[Sequence], RequestOutputKind], None]
     step: Callable[[], list[RequestOutput]]
 
     @also_takes("generate")
@@ -53,9 +59,42 @@ class EngineCalls:
                 while len(finished) < len(ids):
                     finished |= {output.request_id: output for output in self.step()}
             finally:
-                self.abort_request(ids)  # where an error left some
+                self.core.end(ids)  # where an error left some
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
+
+    @staticmethod
+    def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
+        """Make the engine, by vLLM's name."""
+        from folovllm.engine.llm_engine import make_engine  # here, for that module imports this one
+
+        return make_engine(engine_args)
+
+    def add_checked(self, request: Request) -> None:
+        """Queue a request that an `InputProcessor` of this model has checked, in another process say; it has one output, its last.
+
+        Raises what `add_request` raises.
+        """
+        self._require_new(request.request_id)
+        self._add(self._processor.sequences(request), RequestOutputKind.FINAL_ONLY)
+
+    @overload
+    def abort_request(self, request_id: str) -> RequestOutput: ...  # type: ignore[overload-overlap]
+    @overload
+    def abort_request(self, request_id: Iterable[str]) -> list[RequestOutput]: ...
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
+        """End a request at once and return what it has so far, with finish_reason "abort".
+
+        Of several ids, those that are not being served are skipped.
+
+        Raises:
+            ValueError: no request of this one id is being served.
+        """
+        if isinstance(request_id, str):
+            if request_id not in self.core.output.requests:
+                raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
+            return self.core.output.report(self.core.end([request_id])[0])
+        return [self.core.output.report(state) for state in self.core.end(list(request_id))]
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, which is transformers'."""

@@ -6,9 +6,9 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from folovllm.executor.abstract import Executor
 from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import STRUCTURED_OUTPUT, require
-from folovllm.request import Request, Sequence
+from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -76,11 +76,6 @@ class LLMEngine(EngineCalls):
         """What happens, and who listens."""
         return self.core.events
 
-    @staticmethod
-    def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
-        """Make the engine, by vLLM's name."""
-        return make_engine(engine_args)
-
     @also_takes("request")
     def add_request(
         self,
@@ -109,14 +104,6 @@ class LLMEngine(EngineCalls):
         seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
         self._add(seqs, params.output_kind if stream else RequestOutputKind.FINAL_ONLY)
 
-    def add_checked(self, request: Request) -> None:
-        """Queue a request that an `InputProcessor` of this model has checked, in another process say; it has one output, its last.
-
-        Raises what `add_request` raises.
-        """
-        self._require_new(request.request_id)
-        self._add(self._processor.sequences(request), RequestOutputKind.FINAL_ONLY)
-
     def _require_new(self, request_id: str) -> None:
         """Raise RuntimeError if the engine was closed, ValueError if it takes none or the id is in use."""
         self.require_open()
@@ -140,24 +127,6 @@ class LLMEngine(EngineCalls):
         except BaseException:
             self.core.end([request_id])
             raise
-
-    @overload
-    def abort_request(self, request_id: str) -> RequestOutput: ...  # type: ignore[overload-overlap]
-    @overload
-    def abort_request(self, request_id: Iterable[str]) -> list[RequestOutput]: ...
-    def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
-        """End a request at once and return what it has so far, with finish_reason "abort".
-
-        Of several ids, those that are not being served are skipped.
-
-        Raises:
-            ValueError: no request of this one id is being served.
-        """
-        if isinstance(request_id, str):
-            if request_id not in self.core.output.requests:
-                raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-            return self.core.output.report(self.core.end([request_id])[0])
-        return [self.core.output.report(state) for state in self.core.end(list(request_id))]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work, or outputs to hand out."""
@@ -194,7 +163,7 @@ class LLMEngine(EngineCalls):
             return
         with self.one_call():
             self._is_closed = True
-            self.abort_request(list(self.core.output.requests))
+            self.core.end(list(self.core.output.requests))
             if (connector := getattr(self.scheduler, "connector", None)) is not None:
                 connector.close()
             self.executor.shutdown()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from folovllm.engine.detokenizer import NoText
-from folovllm.engine.logprobs import chosen
-from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
+from folovllm.engine.logprobs import chosen, prompt_logprobs_of
+from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 
-logger = logging.getLogger("folovllm")
-PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 IS_FINISHED = attrgetter("status.is_finished")  # of a sequence; asked of each at each step
 
 
@@ -49,10 +45,11 @@ class OutputProcessor:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic in a tokenizer's Rust is no Exception
-            logger.exception("request %s ends: its output cannot be made", state.request_id)
-        self.requests.pop(state.request_id, None)
-        self._abort(*(seq for seq in state.seqs if not seq.status.is_finished))
-        return state.without_text()
+            from folovllm.engine.no_text import without_text
+
+            self.requests.pop(state.request_id, None)
+            self._abort(*(seq for seq in state.seqs if not seq.status.is_finished))
+            return without_text(state)
 
 
 class RequestState:
@@ -78,14 +75,6 @@ class RequestState:
         """Whether all answers are over."""
         return all(map(IS_FINISHED, self.seqs))
 
-    @property
-    def prompt_logprobs(self) -> PromptLogprobs:
-        """The log-probabilities of the prompt's tokens, None for the first. None if not requested, or not complete yet."""
-        seq = self.seqs[0]
-        if seq.params.prompt_logprobs is None or seq.num_unscored_tokens:
-            return None
-        return [None, *seq.prompt_logprobs]
-
     def note_progress(self, now: float) -> None:
         """Take the times of a step that ended `now`."""
         self.metrics.num_generated_tokens = sum(seq.num_output_tokens for seq in self.seqs)
@@ -101,28 +90,23 @@ class RequestState:
                 answer.update([], has_ended=True)
         self.note_progress(now)
 
-    def without_text(self) -> RequestOutput:
-        """The request as aborted: its tokens, and no text, which may be what cannot be made."""
-        for answer in self.answers:
-            answer.seq.status, answer.seq.detokenizer = SequenceStatus.FINISHED_ABORTED, NoText()
-            answer.update([], has_ended=True)
-        return self.output()
-
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
-        finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
-        prompt_logprobs, m = None if deltas_alone and self._prompt_was_scored else self.prompt_logprobs, self.metrics
-        self._prompt_was_scored |= prompt_logprobs is not None
+        first, m, deltas_alone = self.seqs[0], self.metrics, self._kind is RequestOutputKind.DELTA
+        prompt_logprobs = None
+        if first.params.prompt_logprobs is not None and not (deltas_alone and self._prompt_was_scored):
+            prompt_logprobs = prompt_logprobs_of(first)
+            self._prompt_was_scored = prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[answer.report(deltas_alone) for answer in self.answers if not deltas_alone or answer.has_news],
-            finished=finished,
+            finished=self.finished,
             metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
-            num_cached_tokens=getattr(self.seqs[0].prefix, "num_hit_tokens", None) or 0,
+            num_cached_tokens=getattr(first.prefix, "num_hit_tokens", None) or 0,
             prompt_logprobs=prompt_logprobs,
         )
 

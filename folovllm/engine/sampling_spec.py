@@ -1,18 +1,9 @@
-"""What a sequence brings into a step besides its tokens: how it is sampled, and which tokens of its prompt are scored."""
+"""What a sequence brings into its first step besides its tokens: how it is sampled."""
 
 from __future__ import annotations
 
 from folovllm.request import Sequence
-from folovllm.step.schedule import SamplingSpec, Scores
-
-
-def scores_of(seq: Sequence, start: int, end: int) -> Scores | None:
-    """The tokens of the prompt that tokens `start` to `end` predict, and whose scores have not come yet."""
-    if not seq.num_unscored_tokens:
-        return None
-    first = max(start, len(seq.prompt_logprobs))  # the token behind it is the first without a score
-    tokens = seq.tokens(first + 1, min(end + 1, seq.num_prompt_tokens))
-    return Scores(first - start, tokens, seq.params.prompt_logprobs or 0) if len(tokens) else None
+from folovllm.step.schedule import SamplingSpec
 
 
 def sampling_spec(seq: Sequence) -> SamplingSpec:

@@ -5,14 +5,14 @@ None of them refers to a `Sequence`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.bitmasks import MASKS, TokenBitmasks
+from folovllm.step.scores import Scores
 
 Int32 = npt.NDArray[np.int32]
 TokenIds = Int32
@@ -80,24 +80,6 @@ class SamplingSpec:
         """Whether logits change or tokens are forbidden before temperature and filters. Only then `SamplerState.adjust` is needed."""
         return self.has_words or self.has_grammar
 
-    @property
-    def answer(self) -> TokenIds:
-        """The part of the history after the prompt."""
-        return self.history[self.num_prompt_tokens :]
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether top-k, top-p or min-p applies."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-
-class Scores(NamedTuple):
-    """Prompt tokens whose log-probabilities the request wants and this step computes."""
-
-    first: int  # index in the sequence's new tokens of the token before the first of `token_ids`
-    token_ids: TokenIds  # [n] int32, a view
-    num_top: int  # most likely tokens to report beside each
-
 
 class ScheduledSequence(NamedTuple):
     """One sequence's part of a step: its tokens `start` to `end`."""
@@ -122,17 +104,6 @@ class ScheduledSequence(NamedTuple):
         return f"ScheduledSequence(seq {self.seq_id}, row {self.row}: tokens {self.start} to {self.end}, {self.num_samples} sampled)"
 
 
-def tokens_to_score(scheduled_seqs: Sequence[ScheduledSequence]) -> list[tuple[int, int, int, int]]:
-    """Return four numbers for each prompt token to score: sequence index, index in the step of the token before it, id, `num_top`."""
-    wanted, start = [], 0
-    for i, scheduled in enumerate(scheduled_seqs):
-        if (scores := scheduled.scores) is not None:
-            ids = enumerate(scores.token_ids.tolist(), start + scores.first)
-            wanted += [(i, after, token, scores.num_top) for after, token in ids]
-        start += scheduled.num_new_tokens
-    return wanted
-
-
 @dataclass(slots=True, frozen=True)
 class SchedulerOutput:
     """One step: scheduled sequences, decodes first."""
@@ -140,13 +111,6 @@ class SchedulerOutput:
     scheduled_seqs: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[int, ...] = ()  # `seq_id`s of sequences whose cache this step took
     extras: Extras | None = None  # most steps have none, and cost nothing more
-
-    @property
-    def masks(self) -> TokenBitmasks | None:
-        """The bitmasks of its samples, if it has any."""
-        if self.extras is None or MASKS not in self.extras:
-            return None
-        return TokenBitmasks.from_index(self.extras[MASKS], [scheduled.row for scheduled in self.scheduled_seqs])
 
     @property
     def num_tokens(self) -> int:
@@ -165,7 +129,6 @@ class StepResult:
     token_ids: list[list[int]]  # [S]
     # By sequence index, for requests that want them: the entries of `ScheduledSequence.scores`, then one a sampled token.
     logprobs: dict[int, list[Logprobs]]
-    broken: tuple[int, ...] = ()  # indices of sequences that no token can follow: they are aborted
 
 
 def one_each(

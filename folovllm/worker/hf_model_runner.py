@@ -89,7 +89,7 @@ class HFModelRunner:
             logits = self._logits(input_ids, 1)[:, -1]  # [1, V]
         else:
             logits, scores[0] = score_in_pieces(self._logits, input_ids, scheduled.scores, self._setup.vocab_size)
-        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], masks=output.masks)
+        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], extras=output.extras)
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:

@@ -171,7 +171,7 @@ class ModelRunner:
         """Sample a token for each scheduled sequence from `logits` [S, V]. The result has the prompts' `scores`, too."""
         scheduled_seqs = output.scheduled_seqs
         rows, positions, counts = zip(*[(s.row, s.end, s.num_samples) for s in scheduled_seqs], strict=True)
-        sampled = self._sampling_rows.sample(logits, rows, positions, counts, output.masks)
+        sampled = self._sampling_rows.sample(logits, rows, positions, counts, output.extras)
         return one_each(scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:

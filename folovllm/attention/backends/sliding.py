@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.backends.torch_cat import GrowingKVCache
 from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention
 from folovllm.step.forward_batch import ForwardBatch
 
@@ -49,3 +50,13 @@ class SlidingBackend(AttentionBackend):
             key, value = gather_kv(kv_cache, table[first:], seq_len - first * block_size)
             outputs.append(attend_window(new, key, value, self.config.scale, self._window))
         return torch.cat(outputs)
+
+
+class SlidingCat(SlidingBackend):
+    """`SlidingBackend` over the growing cache of one sequence."""
+
+    def forward(  # type: ignore[override]  # a cache that grows cannot be one tensor
+        self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return attention: [T, Hq, D] -> [T, Hq, D]."""
+        return attend_window(query, kv_cache.key, kv_cache.value, self.config.scale, self._window)

@@ -32,7 +32,8 @@ from folovllm.electives.server.response_handler import ResponseHandler
 from folovllm.electives.server.sse import unless_gone
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.inputs import Prompt
-from folovllm.models.files import full_tokenizer, generation_defaults
+from folovllm.models.files import full_tokenizer
+from folovllm.models.generation_defaults import generation_defaults
 from folovllm.plugins import SLEEP_ROUTES, require
 from folovllm.sampling_params import SamplingParams
 
