@@ -21,13 +21,9 @@ from folovllm.sampling_params import SamplingParams
 
 
 class LLM(LLMCalls):
-    """A model that answers prompts.
+    """A model that answers prompts: the embedded one if `model` is left out. All fields of `EngineConfig` are keywords here.
 
-    Args:
-        model: the embedded one if left out; see `EngineConfig`, whose fields are all keywords here.
-
-    Raises:
-        ValueError: something is not available here; raised before any weight is loaded where that is possible.
+    Raises ValueError if something is not available here, before any weight is loaded where that is possible.
     """
 
     def __init__(self, model: str | None = None, **overrides: Any) -> None:
@@ -90,7 +86,7 @@ class LLM(LLMCalls):
         return [answers[id_] for id_ in ids]
 
     def close(self) -> None:
-        """Give everything back; the object is of no use afterwards. Twice is once. Raises RuntimeError beside another call."""
+        """Give everything back. A second call does nothing; beside another call it raises RuntimeError."""
         self.engine.close()
 
     def __enter__(self) -> Self:

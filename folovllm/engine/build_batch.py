@@ -145,7 +145,7 @@ def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
 def weight_bytes(setup: EngineSetup) -> int:
     """Bytes of the head and of all MLPs, about: most of a model."""
     outputs, inputs = largest_product(setup, 1)
-    return inputs * (setup.vocab_size + 3 * setup.num_layers * outputs) * setup.dtype.itemsize
+    return inputs * (setup.vocab_size + 3 * setup.hf_config.num_hidden_layers * outputs) * setup.dtype.itemsize
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:

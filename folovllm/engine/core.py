@@ -28,7 +28,7 @@ class StartedStep:
 
 
 class EngineCore:
-    """Serves sequences step by step: `LLMEngine` brings requests in, and calls `step` until none is left.
+    """Serves sequences step by step, until none is left.
 
     Attributes:
         output: the requests that are being served, and what each has to report.
@@ -78,13 +78,10 @@ class EngineCore:
         if result.logprobs:
             keep_logprobs(step.seqs, step.output.scheduled_seqs, result.logprobs, alive)
         now = time.monotonic()
-        if self.events.on:
-            # Where steps overlap, a step's time begins where the last one ended.
-            times = {"start": max(step.start, self._last_arrival), "arrived": arrived, "end": now}
+        if self.events.on:  # where steps overlap, a step's time begins where the last one ended
+            times = max(step.start, self._last_arrival), arrived, now
             self._last_arrival = arrived
-            report_step(
-                self.events, self.scheduler, new, step=self.num_steps, output=step.output, result=result, **times
-            )
+            report_step(self.events, self.scheduler, new, self.num_steps, *times, step.output, result)
         if self.end_early is not None:
             new += self.end_early(step.seqs)
         self.num_steps += 1

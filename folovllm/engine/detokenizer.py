@@ -22,8 +22,8 @@ class IncrementalDetokenizer:
     be decoded alone; and to decode all of them at each step would be quadratic. A short window is enough: tokens before
     `_shown` have their text already, those from `_context` on are decoded again beside the new ones.
 
-    Invariant: `_context <= _shown <= len(token_ids)`; until a stop string cuts it, `text` holds the decoded tokens before
-    `_shown`. (vLLM calls the two `prefix_offset` and `read_offset`.)
+    Invariant: `_context <= _shown <= len(token_ids)` (vLLM's `prefix_offset` and `read_offset`); until a stop string cuts it,
+    `text` holds the decoded tokens before `_shown`.
 
     Attributes:
         spelling: of single tokens, for log-probabilities; None for a request that wants no text.

@@ -25,6 +25,7 @@ from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
 from folovllm.engine.snapshot import added
 from folovllm.executor.abstract import Executor
+from folovllm.learn import builders
 from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import STRUCTURED_OUTPUT, require
@@ -36,23 +37,22 @@ class LLMEngine(EngineCalls):
     """Serves requests step by step; `LLM` wraps it for offline use.
 
     Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
-
-    Args:
-        config: all choices; or a `folovllm.compat.ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
     """
 
     def __init__(self, config: Any, **overrides: Any) -> None:
-        """Raises ValueError if `config` cannot be served; most causes are found before the weights are loaded."""
+        """Raises ValueError if `config` cannot be served. A `compat.ModelConfig` may have `overrides`: fields of `EngineConfig`."""
         if not isinstance(config, EngineConfig):
             config = config.for_engine(**overrides)
         elif overrides:
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
-        build.load_builders(config)
+        for name in config.builder_names:
+            builders.load(name)  # before any work
         self.setup = set_up(config)
         self.num_threads = use_threads(self.setup)
         self.tokenizer = load_tokenizer(self.setup.path, config)
-        # It reads files, which may be damaged: so before the weights.
-        self._processor = InputProcessor(self.setup, self.tokenizer)
+        self._processor = InputProcessor(
+            self.setup, self.tokenizer
+        )  # before the weights: it reads files, which may be damaged
         self.extension = build.make_extension(self.setup)
         executor = build.make_executor(self.setup, self.extension)
         self.core = build.make_core(self.setup, self.extension, executor)
@@ -87,7 +87,7 @@ class LLMEngine(EngineCalls):
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> None:
-        """Queue a request; it takes part from the next step on.
+        """Queue a request; it takes part from the next step on. If it raises, the engine keeps nothing of the request.
 
         Args:
             prompt: a text, token ids, or a `TextPrompt` or `TokensPrompt`.
@@ -96,7 +96,7 @@ class LLMEngine(EngineCalls):
             stream: report each token as it comes, in the form that `params.output_kind` names; False is FINAL_ONLY.
 
         Raises:
-            ValueError: the id is in use, or the request can never be served. If it raises, the engine keeps nothing of the request.
+            ValueError: the id is in use, or the request can never be served.
             RuntimeError: the engine was closed.
         """
         self._require_new(request_id)
@@ -146,19 +146,15 @@ class LLMEngine(EngineCalls):
     def one_call(self) -> Iterator[None]:
         """The call that has the engine. Raises RuntimeError at once if another one has it, in a thread or around this one."""
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "the LLM serves another call, and one call at a time has the engine: wait until it has returned, or give it all prompts"
-            )
+            says = "wait until it has returned, or give it all prompts"
+            raise RuntimeError(f"the LLM serves another call, and one call at a time has the engine: {says}")
         try:
             yield
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """End all requests and give the memory of the model, and of a draft, back. A second call does nothing.
-
-        Raises RuntimeError beside a call of `generate` or the like.
-        """
+        """End all requests and free the memory of the model. A second call does nothing; beside another call it raises RuntimeError."""
         if self._is_closed:
             return
         with self.one_call():
@@ -178,6 +174,6 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     """Make an engine that no garbage collection stalls: it searches only what comes from here on."""
     engine = LLMEngine(config)
     gc.collect()
-    gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
+    gc.freeze()
     weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
     return engine

@@ -26,12 +26,12 @@ from folovllm.request import SequenceOutput
 from folovllm.step.schedule import SchedulerOutput
 
 
-def report_step(events: Events, scheduler: SchedulerLike, new: Iterable[SequenceOutput], **ended: Any) -> None:
-    """Tell listeners that a step has ended, and which sequences with it. `ended`: the other fields of its `StepEnded`."""
+def report_step(events: Events, scheduler: SchedulerLike, new: Iterable[SequenceOutput], *ended: Any) -> None:
+    """Tell listeners that a step has ended, and which sequences with it. `ended`: the first six fields of its `StepEnded`."""
     for source in events.sources:
         events.emit(source())
     used = 0 if scheduler.kv is None else scheduler.kv.num_used
-    events.emit(StepEnded(**ended, waiting=len(scheduler.waiting), kv_blocks_used=used))
+    events.emit(StepEnded(*ended, waiting=len(scheduler.waiting), kv_blocks_used=used))
     for seq, _, status in new:
         if status is not None:
             events.emit(Finished(seq.seq_id, status.value))

@@ -39,7 +39,7 @@ class OutputProcessor:
         return outputs
 
     def report(self, state: RequestState) -> RequestOutput:
-        """Return the output of a request. If it cannot be made, the log says why, and the request ends, with what can be said of it."""
+        """Return the output of a request. If it cannot be made, the log says why, and the request ends."""
         try:
             return state.output()
         except (KeyboardInterrupt, SystemExit):
@@ -53,11 +53,7 @@ class OutputProcessor:
 
 
 class RequestState:
-    """A request that is being served, and the part of it that was reported.
-
-    Attributes:
-        streams: whether there are outputs before the last.
-    """
+    """A request that is being served, and the part of it that was reported. `streams`: whether there are outputs before the last."""
 
     def __init__(self, request_id: str, seqs: list[Sequence], kind: RequestOutputKind, arrival: float) -> None:
         self.request_id = request_id
@@ -115,9 +111,8 @@ class Answer:
     """One answer of a request, and how much of it was reported.
 
     Attributes:
-        token_ids, num_tokens: those that it was told of. new_token_ids: of these the ones that were not reported.
-        num_chars: characters that were reported.
-        has_news: whether there are such tokens, or an end, that were not reported. has_ended: whether it ended.
+        token_ids, num_tokens: all so far. new_token_ids: those that were not reported. num_chars: characters that were.
+        has_news: whether tokens, or the end, were not reported. has_ended: whether it ended.
     """
 
     def __init__(self, seq: Sequence) -> None:
@@ -163,10 +158,7 @@ class Answer:
 
 
 def num_visible_chars(seq: Sequence) -> int:
-    """How many characters of the text are final: no later token can take them back.
-
-    While an answer grows, its last characters may turn out to begin a stop string, so that many are held back.
-    """
+    """How many characters of the text are final. The last ones of a growing answer may turn out to begin a stop string."""
     detokenizer = seq.detokenizer
     if seq.status.is_finished:
         if ended_by_token(seq) and not seq.params.include_stop_str_in_output:

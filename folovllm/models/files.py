@@ -27,44 +27,29 @@ class UnreadableFile(ValueError):
     """A user's file is at fault. The sentence names the file or its folder."""
 
 
+# An unwritten exercise or a full device is not the file's fault; an `UnreadableFile` has its sentence already.
+NOT_THE_FILE = (UnreadableFile, UnsupportedModel, NotImplementedError, torch.OutOfMemoryError)
+NOT_THE_FILE += (KeyboardInterrupt, SystemExit, GeneratorExit)  # type: ignore[assignment]
+
+
 @contextmanager
 def reading(what: object, key: str = "") -> Iterator[None]:
-    """Turn what a library raises while a user's file is read into one sentence with its name. The cause stays attached.
+    """Turn what a library raises while a user's file is read into an `UnreadableFile`, one sentence with its name.
 
-    Libraries raise nearly everything there is at a damaged file; those in Rust also panic, which is no `Exception`. An
-    unwritten exercise and a full device are not the file's fault, and pass.
-
-    Args:
-        what: the file, or what is read from it.
-        key: the field or tensor that is read, for messages that do not name it.
-
-    Raises:
-        UnreadableFile: something went wrong. One from within the block is passed on as it is.
+    `what`: the file, or what is read from it. `key`: the field or tensor that is read, for messages that do not name it.
     """
     try:
         yield
-    except (
-        UnreadableFile,
-        UnsupportedModel,
-        NotImplementedError,
-        torch.OutOfMemoryError,
-        KeyboardInterrupt,
-        SystemExit,
-        GeneratorExit,
-    ):
+    except NOT_THE_FILE:
         raise
-    except BaseException as error:
+    except BaseException as error:  # a panic in a library's Rust is no Exception
         message = in_one_line(error)
         field = "" if key in message else f"{printable(key, 100)}: "
         raise UnreadableFile(f"cannot read {what}: {field}{message}") from error
 
 
 def resolve_model(name: str) -> Path:
-    """Find the folder that holds a model: embedded, local, or what `sources.fetch` returns.
-
-    Raises:
-        ValueError: there is no such folder and the hub cannot give it.
-    """
+    """Find the folder that holds a model: embedded, local, or what `sources.fetch` returns. Raises ValueError if there is none."""
     if not name:
         raise ValueError('a model has no name: give a folder, a hub id, or an embedded one, say "stories-5m"')
     if os.path.isfile(ASSETS / name / "config.json"):  # `Path.is_file` raises for a name that is too long
@@ -80,11 +65,7 @@ def resolve_model(name: str) -> Path:
 
 
 def load_hf_config(path: Path, config: EngineConfig) -> Any:
-    """The model's `PretrainedConfig`, or a `PlainConfig` with its fields.
-
-    Raises:
-        ValueError: it cannot be read, or is of no model that serves text.
-    """
+    """The model's `PretrainedConfig`, or a `PlainConfig`. Raises ValueError if it cannot be read, or is of no model that serves text."""
     with reading(f"the configuration in {path}"):
         fields = read_json(path / "config.json")
         if path.parent != ASSETS:

@@ -15,8 +15,8 @@ from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.kernels.skinny_linear import is_supported, skinny_linear
 from folovllm.kernels.summed_linear import can_handle, summed_linear
 from folovllm.layers.activation import SiluAndMul
-from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.fusable import FusablePlain
+from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase

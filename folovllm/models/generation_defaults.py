@@ -8,8 +8,7 @@ from typing import Any
 from folovllm.models.files import read_json, reading
 from folovllm.sampling_params import SamplingParams
 
-NAMES = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-NAMES |= {"max_new_tokens": "max_tokens"}
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def generation_defaults(path: Path) -> dict[str, Any]:
@@ -17,6 +16,8 @@ def generation_defaults(path: Path) -> dict[str, Any]:
     file = path / "generation_config.json"
     with reading(file):
         fields = read_json(file) if file.is_file() else {}
-        found = {ours: fields[theirs] for theirs, ours in NAMES.items() if fields.get(theirs) is not None}
+        found = {name: fields[name] for name in NAMES if fields.get(name) is not None}
+        if "max_new_tokens" in found:
+            found["max_tokens"] = found.pop("max_new_tokens")
         SamplingParams(**found)
     return found

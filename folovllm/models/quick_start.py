@@ -21,13 +21,7 @@ class PlainConfig(SimpleNamespace):
 
 
 class QuickTokenizer:
-    """Encodes and decodes as transformers' tokenizer of these files, and is that tokenizer for all else.
-
-    The library `tokenizers` does the work of most models' tokenizers; what transformers puts around it takes up to 6 s to be
-    imported. A chat template or a list of special tokens needs transformers' tokenizer, which is loaded then.
-
-    The `backend_tokenizer` is a copy of the one in there: neither sees what is changed at the other.
-    """
+    """Encodes and decodes by the library `tokenizers`, as transformers' tokenizer does, and is that tokenizer for all else."""
 
     def __init__(self, where: Path, eos_token: str) -> None:
         self.backend_tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
@@ -35,7 +29,7 @@ class QuickTokenizer:
         self._where = where
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Other threads run meanwhile, which they do not while `Tokenizer.encode` does."""
+        """The token ids of a text. A batch, since other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
         (encoding,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids

@@ -52,9 +52,7 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Sampl
     return SampledLogprobs(ids, values, (logprobs >= values[:, :1]).sum(-1))
 
 
-def logprobs_of_rows(
-    logits: torch.Tensor, tokens: list[int], counts: Sequence[int | None]
-) -> list[Logprobs | None]:
+def logprobs_of_rows(logits: torch.Tensor, tokens: list[int], counts: Sequence[int | None]) -> list[Logprobs | None]:
     """Return the sampled token and so many most likely ones of each row of `logits` [S, V]; None where the count is None."""
     wanted = {i: count for i, count in enumerate(counts) if count is not None}
     at = torch.tensor(list(wanted), device=logits.device)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
-from folovllm.sample.sampler_state import SamplerState
+from folovllm.sample.sampler_state import SamplerState, sample_adjusted
 from folovllm.sample.sampling_row import pack_rows
-from folovllm.step.bitmasks import MASKS, TokenBitmasks
 from folovllm.step.schedule import Extras, SamplingSpec
 
 
@@ -48,12 +47,4 @@ class SamplingRows:
         state = self._state
         if state is None or not any(spec.adjusts_logits for spec in specs):
             return self._sampler(logits, batch)
-        if extras is not None and MASKS in extras:  # here begins M6's table; M1 needs none of it without penalties
-            allowed = TokenBitmasks.from_index(extras[MASKS], rows)
-            at = torch.from_numpy(allowed.places(rows))
-            state.set_masks(at.to(device), torch.from_numpy(allowed.bits).to(device))
-        row_ids, ends = (torch.tensor(list(values), dtype=torch.int32, device=device) for values in (rows, positions))
-        sampled = self._sampler(logits, batch, state.adjust(logits, row_ids, ends))
-        counted = None if counts is None else torch.tensor(list(counts), device=device)
-        state.record(torch.tensor(sampled.token_ids, device=device), row_ids, ends, counted)
-        return sampled
+        return sample_adjusted(state, self._sampler, batch, logits, rows, positions, counts, extras)

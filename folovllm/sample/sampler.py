@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +24,13 @@ class SamplingBatch:
     min_p: torch.Tensor | None = None  # [S]
     top_k: torch.Tensor | None = None  # [S]
     top_p: torch.Tensor | None = None  # [S]
-    specs: SequenceOf[SamplingSpec] = ()  # [S]; they say which rows want log-probabilities
+    specs: Sequence[SamplingSpec] = ()  # [S]; they say which rows want log-probabilities
 
     @classmethod
-    def from_specs(
-        cls, specs: SequenceOf[SamplingSpec], positions: SequenceOf[int], device: torch.device
-    ) -> SamplingBatch:
+    def from_specs(cls, specs: Sequence[SamplingSpec], positions: Sequence[int], device: torch.device) -> SamplingBatch:
         """Gather the parameters of the rows' requests."""
 
-        def row(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def row(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return cls(

@@ -1,7 +1,4 @@
-"""The records of a step: the scheduler sends what to compute and how to sample, and the device returns what it sampled.
-
-None of them refers to a `Sequence`.
-"""
+"""The records of a step, down to the device and up again. None of them refers to a `Sequence`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Extras = Mapping[str, Int32]
 
 
 class NothingScheduled(RuntimeError):
-    """A step has no scheduled sequences although requests wait. Without this error the engine would loop for ever."""
+    """A step has no scheduled sequences although requests wait: the engine would loop for ever."""
 
     def __init__(self) -> None:
         super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
@@ -36,10 +33,7 @@ def no_tokens() -> TokenIds:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SamplingSpec:
-    """How to sample the tokens of one sequence. It is sent once, in the sequence's first step in a row.
-
-    It does not hold the position of the token to sample. `ScheduledSequence.end` does.
-    """
+    """How to sample the tokens of one sequence, sent once, in its first step in a row. `ScheduledSequence.end` is the position."""
 
     seed: int = 0
     temperature: float = 1.0  # 0 is greedy
@@ -77,7 +71,7 @@ class SamplingSpec:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits change or tokens are forbidden before temperature and filters. Only then `SamplerState.adjust` is needed."""
+        """Whether logits change or tokens are forbidden before temperature and filters."""
         return self.has_words or self.has_grammar
 
 
@@ -137,13 +131,8 @@ def one_each(
     logprobs: list[Logprobs | None],
     scores: dict[int, list[Logprobs]] | None = None,
 ) -> StepResult:
-    """Return the result of a step that sampled one token for every row [S]. Tokens in the middle of a prompt are dropped.
-
-    `scores`: the log-probabilities for `ScheduledSequence.scores`, by index of the scheduled sequence.
-    """
-    sampled = [
-        [token] if scheduled.num_samples else [] for scheduled, token in zip(scheduled_seqs, token_ids, strict=True)
-    ]
+    """Return the result of a step that sampled a token for every row [S], dropped in the middle of a prompt. `scores`: by index."""
+    sampled = [[token] if each.num_samples else [] for each, token in zip(scheduled_seqs, token_ids, strict=True)]
     asked = scores or {}
     for i, row in enumerate(logprobs):
         if row is not None and scheduled_seqs[i].num_samples:

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from folovllm import SamplingParams
 from folovllm.engine import detokenizer_stream
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.no_text import NoText
 from folovllm.engine.detokenizer_stream import StreamDetokenizer, make_stream_detokenizer
+from folovllm.engine.no_text import NoText
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
 from tests.workloads import make_engine
 

@@ -84,9 +84,9 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
         )
     keepers = state_layers(config, setup.dtype)
     states = 2 * sum(decodes) * sum(layer.state_bytes for layer in keepers)  # read and written
-    decode = read + kv_tokens * (setup.kv_bytes_per_token // max(1, setup.num_layers - num_linear)) + states
+    decode = read + kv_tokens * (setup.kv_bytes_per_token // max(1, config.num_hidden_layers - num_linear)) + states
     causal = 2 * pairs * setup.attention.num_heads * setup.attention.head_dim
-    products = 2 * (sizes.always + setup.num_layers * sizes.asked * sizes.expert) * workload.prompt_tokens
+    products = 2 * (sizes.always + config.num_hidden_layers * sizes.asked * sizes.expert) * workload.prompt_tokens
     updates = sum(layer.state_flops for layer in keepers) * workload.prompt_tokens
     return decode / rates.copy + (products + causal + updates) / rates.matmul
 
@@ -126,7 +126,7 @@ class MatrixSizes:
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith("self_attn.")}
         linears = [module for mixer in mixers for module in mixer.modules() if isinstance(module, LinearBase)]
         own = [(fusable(linear.linear_method), sum(linear.output_sizes), linear.input_size) for linear in linears]
-        always = setup.num_layers * sum(map(prod, shapes.values())) + sum(
+        always = config.num_hidden_layers * sum(map(prod, shapes.values())) + sum(
             outputs * inputs for _, outputs, inputs in own
         )
         num_bytes = weight_bytes(setup, shapes) + sum(

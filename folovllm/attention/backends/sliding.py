@@ -6,7 +6,8 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.torch_cat import GrowingKVCache
-from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention
+from folovllm.attention.backends.torch_naive import gather_kv
+from folovllm.attention.ops import create_causal_mask, naive_attention
 from folovllm.step.forward_batch import ForwardBatch
 
 

@@ -10,10 +10,7 @@ from folovllm.step.forward_batch import ForwardBatch
 
 
 class GrowingKVCache:
-    """K and V of one sequence in token order, `[n, Hkv, D]` each; empty until the first `append`.
-
-    It is simple, and its cost is quadratic: every append copies all cached tokens, and frees the shorter tensor.
-    """
+    """K and V of one sequence in token order, `[n, Hkv, D]` each. Simple and quadratic: every append copies all cached tokens."""
 
     def __init__(self) -> None:
         self._kv: torch.Tensor | None = None  # [2, n, Hkv, D]
@@ -44,10 +41,7 @@ class GrowingKVCache:
 
 
 class TorchCatBackend(AttentionBackend):
-    """The batch is one sequence; each layer's `kv_cache` is a `GrowingKVCache` and not a tensor.
-
-    There are no slots: new tokens are appended, so `slot_mapping` and `block_tables` are not read.
-    """
+    """The batch is one sequence; each layer's `kv_cache` is a `GrowingKVCache`. There are no slots: new tokens are appended."""
 
     name = "torch_cat"
 

@@ -7,7 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.sliding import SlidingBackend
-from folovllm.attention.ops import create_causal_mask, reshape_and_cache_kv
+from folovllm.attention.backends.torch_naive import reshape_and_cache_kv
+from folovllm.attention.ops import create_causal_mask
 from folovllm.step.forward_batch import ForwardBatch
 
 
