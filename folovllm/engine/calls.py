@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, overload
+from functools import partial
+from typing import Any, overload
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
-from folovllm.config import EngineConfig
 from folovllm.engine.core import EngineCore
 from folovllm.engine.events import ExpertsAsked, Listener
 from folovllm.engine.input_processor import InputProcessor
@@ -19,12 +19,9 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.engine.snapshot import snapshot
 from folovllm.models.files import full_tokenizer
 from folovllm.outputs import RequestOutput
-from folovllm.plugins import STRUCTURED_OUTPUT, is_installed, named
+from folovllm.plugins import CALLS, require
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from folovllm.engine.llm_engine import LLMEngine
 
 
 class EngineCalls:
@@ -41,6 +38,12 @@ class EngineCalls:
     _require_new: Callable[[str], None]
     _add: Callable[[list[Sequence], RequestOutputKind], None]
     step: Callable[[], list[RequestOutput]]
+
+    def __getattr__(self, name: str) -> Any:
+        """A call that an elective owns: a function of the engine in `folovllm.plugins.CALLS`, such as `expert_load`."""
+        if name not in CALLS:
+            raise AttributeError(f"an engine has no {name!r}")
+        return partial(require(CALLS[name], name), self)
 
     @also_takes("generate")
     def generate(
@@ -62,13 +65,6 @@ class EngineCalls:
                 self.core.end(ids)  # where an error left some
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
-
-    @staticmethod
-    def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
-        """Make the engine, by vLLM's name."""
-        from folovllm.engine.llm_engine import make_engine  # here, for that module imports this one
-
-        return make_engine(engine_args)
 
     def add_checked(self, request: Request) -> None:
         """Queue a request that an `InputProcessor` of this model has checked, in another process say; it has one output, its last.
@@ -100,11 +96,6 @@ class EngineCalls:
         """The model's tokenizer, which is transformers'."""
         return full_tokenizer(self.tokenizer)
 
-    def prepare_structured_outputs(self) -> None:
-        """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
-        if is_installed(STRUCTURED_OUTPUT):
-            named(STRUCTURED_OUTPUT).manager_of(self).prepare(self._processor.eos_token_ids)
-
     @property
     def request_ids(self) -> list[str]:
         """The ids of the requests that are being served."""
@@ -123,12 +114,9 @@ class EngineCalls:
         if not experts or not self.setup.config.extras.get("count_experts"):
             self.core.events.subscribe(listener, state)
             return
-        self.core.events.subscribe(listener, state, self._experts_asked)
-        self.core.events.emit(self._experts_asked())
+        self.core.events.subscribe(listener, state, lambda: ExpertsAsked(self.expert_load()))
+        self.core.events.emit(ExpertsAsked(self.expert_load()))
         self.core.events.drain()
-
-    def _experts_asked(self) -> ExpertsAsked:
-        return ExpertsAsked(self.expert_load())
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -152,18 +140,6 @@ class EngineCalls:
         """Requests and KV cache as they are now."""
         self.require_open()
         return engine_stats(self.setup, self.core.scheduler, self.core.num_steps, self.core.num_preemptions)
-
-    def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer was asked since the start; waits for the steps under way.
-
-        L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
-        """
-        self.require_open()
-        if not self.setup.config.extras.get("count_experts"):
-            raise ValueError("experts are not counted: set count_experts=True")
-        from folovllm.worker.model_runner import counted  # here: M1 has no use of it
-
-        return self.core.executor.collective_rpc(counted, "experts")[0]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Raises ValueError where there is no cache, RuntimeError beside another call."""

@@ -112,10 +112,6 @@ class IncrementalDetokenizer:
 
 def make_detokenizer(tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> IncrementalDetokenizer:
     """Make the detokenizer of one answer."""
-    if not params.detokenize:
-        from folovllm.engine.no_text import NoText  # here, for few requests want none
-
-        return NoText()
     return IncrementalDetokenizer(decoder(tokenizer, params.skip_special_tokens))
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from folovllm.engine.bad_words import forbidden_runs
 from folovllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
 from folovllm.engine.detokenizer_stream import make_stream_detokenizer
-from folovllm.engine.inputs import Prompt, PromptParts, encode, parse_prompt
+from folovllm.engine.inputs import Prompt, encode, parse_prompt
+from folovllm.engine.no_text import NoText
+from folovllm.engine.prompt_forms import PromptParts
 from folovllm.engine.require import is_whole, require, require_text
 from folovllm.engine.setup import EngineSetup
 from folovllm.engine.spelling import Spelling
@@ -68,9 +70,11 @@ class InputProcessor:
         return [Sequence(request, self._make_detokenizer(request.params), i) for i in range(request.params.n)]
 
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
+        if not params.detokenize:
+            return NoText()
         make = make_stream_detokenizer if self._setup.config.packed_steps else make_detokenizer
         detokenizer = make(self._tokenizer, params)
-        if params.detokenize and (params.logprobs, params.prompt_logprobs) != (None, None):
+        if (params.logprobs, params.prompt_logprobs) != (None, None):
             detokenizer.spelling = self._spelling
         return detokenizer
 

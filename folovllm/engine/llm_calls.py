@@ -8,9 +8,10 @@ from typing import Any
 
 from folovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from folovllm.engine.chat_template import Message, as_conversations, render
-from folovllm.engine.inputs import Prompt, PromptRequest, TokensPrompt, as_requests
+from folovllm.engine.inputs import Prompt, PromptRequest, as_requests
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.long_prompts import encode_within
+from folovllm.engine.prompt_forms import TokensPrompt
 from folovllm.engine.require import also_takes
 from folovllm.models.generation_defaults import generation_defaults
 from folovllm.outputs import RequestOutput

@@ -76,6 +76,11 @@ class LLMEngine(EngineCalls):
         """What happens, and who listens."""
         return self.core.events
 
+    @staticmethod
+    def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
+        """Make the engine, by vLLM's name."""
+        return make_engine(engine_args)
+
     @also_takes("request")
     def add_request(
         self,

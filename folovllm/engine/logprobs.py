@@ -38,8 +38,10 @@ def keep_logprobs(
 
 
 def prompt_logprobs_of(seq: Sequence) -> list[dict[int, TokenLogprob] | None] | None:
-    """The log-probabilities of the prompt's tokens, None for the first. None if they are not complete yet."""
-    return None if seq.num_unscored_tokens else [None, *seq.prompt_logprobs]
+    """The log-probabilities of the prompt's tokens, None for the first. None if not requested, or not complete yet."""
+    if seq.params.prompt_logprobs is None or seq.num_unscored_tokens:
+        return None
+    return [None, *seq.prompt_logprobs]
 
 
 def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:

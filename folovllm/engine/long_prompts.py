@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from folovllm.engine.inputs import PromptParts, encode
+from folovllm.engine.inputs import encode
+from folovllm.engine.prompt_forms import PromptParts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

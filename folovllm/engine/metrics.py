@@ -31,7 +31,7 @@ def report_step(events: Events, scheduler: SchedulerLike, new: Iterable[Sequence
     for source in events.sources:
         events.emit(source())
     used = 0 if scheduler.kv is None else scheduler.kv.num_used
-    events.emit(StepEnded(*ended, waiting=len(scheduler.waiting), kv_blocks_used=used))
+    events.emit(StepEnded(*ended, len(scheduler.waiting), used))
     for seq, _, status in new:
         if status is not None:
             events.emit(Finished(seq.seq_id, status.value))

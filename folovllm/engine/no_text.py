@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Any
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.outputs import RequestOutput
 from folovllm.request import SequenceStatus
-
-if TYPE_CHECKING:
-    from folovllm.engine.output_processor import RequestState
-    from folovllm.outputs import RequestOutput
 
 logger = logging.getLogger("folovllm")
 
@@ -25,10 +22,11 @@ class NoText(IncrementalDetokenizer):
         """Nothing is kept."""
 
 
-def without_text(state: RequestState) -> RequestOutput:
-    """Log the exception that a request's output has raised. Returns the request as aborted: its tokens, and no text."""
+def without_text(state: Any) -> RequestOutput:
+    """Log the exception that the output of a `RequestState` has raised. Returns the request as aborted: its tokens, and no text."""
     logger.exception("request %s ends: its output cannot be made", state.request_id)
     for answer in state.answers:
         answer.seq.status, answer.seq.detokenizer = SequenceStatus.FINISHED_ABORTED, NoText()
         answer.update([], has_ended=True)
-    return state.output()
+    output: RequestOutput = state.output()
+    return output

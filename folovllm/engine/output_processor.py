@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from folovllm.engine.logprobs import chosen, prompt_logprobs_of
+from folovllm.engine.no_text import without_text
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
@@ -45,8 +46,6 @@ class OutputProcessor:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic in a tokenizer's Rust is no Exception
-            from folovllm.engine.no_text import without_text
-
             self.requests.pop(state.request_id, None)
             self._abort(*(seq for seq in state.seqs if not seq.status.is_finished))
             return without_text(state)
@@ -88,8 +87,8 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
-        first, m, deltas_alone = self.seqs[0], self.metrics, self._kind is RequestOutputKind.DELTA
-        prompt_logprobs = None
+        first, m, prompt_logprobs = self.seqs[0], self.metrics, None
+        deltas_alone = self._kind is RequestOutputKind.DELTA
         if first.params.prompt_logprobs is not None and not (deltas_alone and self._prompt_was_scored):
             prompt_logprobs = prompt_logprobs_of(first)
             self._prompt_was_scored = prompt_logprobs is not None

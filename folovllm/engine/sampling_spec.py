@@ -8,8 +8,7 @@ from folovllm.step.schedule import SamplingSpec
 
 def sampling_spec(seq: Sequence) -> SamplingSpec:
     """What a device must know to sample for `seq`. With a grammar, the bitmask holds the rules about allowed and stop tokens."""
-    p = seq.params
-    has_grammar = p.structured_outputs is not None
+    p, free = seq.params, seq.params.structured_outputs is None
     return SamplingSpec(
         seed=seq.seed,
         temperature=p.temperature,
@@ -21,10 +20,10 @@ def sampling_spec(seq: Sequence) -> SamplingSpec:
         frequency_penalty=p.frequency_penalty,
         logprobs=p.logprobs,
         first_end=seq.num_prompt_tokens + p.min_tokens,
-        forbidden=() if has_grammar or not p.min_tokens else tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})),
+        forbidden=tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})) if free and p.min_tokens else (),
         num_prompt_tokens=seq.num_prompt_tokens,
-        allowed=None if has_grammar or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
-        has_grammar=has_grammar,
+        allowed=tuple(p.allowed_token_ids) if free and p.allowed_token_ids is not None else None,
+        has_grammar=not free,
         bad_words=seq.request.bad_words,
         bias=tuple((p.logit_bias or {}).items()),
         history=seq.token_ids if p.has_penalties or seq.request.bad_words else seq.token_ids[:0],

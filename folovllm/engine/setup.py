@@ -54,7 +54,7 @@ class EngineSetup:
 
 
 def set_up(config: EngineConfig) -> EngineSetup:
-    """Decide what `config` left open. Raises ValueError, before any work, if the configuration cannot be served."""
+    """Decide what `config` left open. Raises ValueError if the configuration cannot be served."""
     from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
 
     path = resolve_model(config.model)

@@ -60,7 +60,7 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     else:
         found = require(f"{MODELS[name]}:{name}", f"a model of architecture {name}")
     if found.takes_experts and num_experts_of(hf_config):
-        found = require(EXPERTS, f"a model of architecture {name} with experts")(found)
+        found = require(EXPERTS, f"a model of architecture {name} with experts").with_experts(found)
     return found
 
 

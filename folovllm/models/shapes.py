@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from folovllm.layers.fusable import PLAIN, fusable
-from folovllm.layers.state_layer import StateLayer
 from folovllm.models.model_config import UnsupportedModel, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
 from folovllm.models.registry import build_model, get_model_class, quantization_of
 
@@ -31,16 +30,6 @@ def linear_shapes(config: PretrainedConfig) -> Shapes:
     if shared := getattr(config, "shared_expert_intermediate_size", None):
         attention |= {"mlp.shared_expert_gate": (1, hidden), **mlp_shapes("mlp.shared_expert", hidden, shared)}
     return attention
-
-
-def expert_shapes(config: PretrainedConfig) -> Shapes:
-    """The same of one expert, which stands for all; none in a model without."""
-    return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
-
-
-def expert_size_of(config: PretrainedConfig) -> int:
-    """I of one expert. Qwen's configs keep it beside that of a dense MLP, Mixtral's in its place."""
-    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
 def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
@@ -74,8 +63,3 @@ def token_mixers(config: PretrainedConfig, dtype: torch.dtype) -> list[nn.Module
         return []
     model = build_model(config, dtype, "meta", max_model_len=1)
     return [layer.get_submodule("self_attn") for layer in model.model.layers]
-
-
-def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
-    """The layers that keep a state for each sequence, without weights."""
-    return [mixer for mixer in token_mixers(config, dtype) if isinstance(mixer, StateLayer)]

@@ -47,8 +47,6 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """A token for each row."""
-
     token_ids: list[int]  # [S]
     logprobs: list[Logprobs | None]  # [S]; None if the request wants none
 

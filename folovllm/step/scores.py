@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from folovllm.step.schedule import ScheduledSequence
 
 
 class Scores(NamedTuple):
@@ -20,8 +17,8 @@ class Scores(NamedTuple):
     num_top: int  # most likely tokens to report beside each
 
 
-def tokens_to_score(scheduled_seqs: Sequence[ScheduledSequence]) -> list[tuple[int, int, int, int]]:
-    """Return four numbers for each prompt token to score: sequence index, index in the step of the token before it, id, `num_top`."""
+def tokens_to_score(scheduled_seqs: Sequence[Any]) -> list[tuple[int, int, int, int]]:
+    """Return four numbers for each token that a step's `ScheduledSequence`s score: sequence index, index in the step of the token before it, id, `num_top`."""
     wanted, start = [], 0
     for i, scheduled in enumerate(scheduled_seqs):
         if (scores := scheduled.scores) is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from folovllm.step.schedule import Extras, Int32
 
 Step = TypeVar("Step")
 Result = TypeVar("Result")
@@ -21,3 +24,19 @@ class Runner(Protocol[StepIn, ResultOut]):
 
     def execute_model(self, step: StepIn, /) -> ResultOut:
         """Compute the scheduled tokens and sample the next ones."""
+
+
+class StepHook(Protocol):
+    """Works on the device before and after a step that carries extras of its owner, and keeps memory for that (`plugins.STATE_POOL`)."""
+
+    tensors: Sequence[Any]  # its memory
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory it is."""
+
+    def load(self, extras: Extras, rows: Sequence[int] | Int32) -> None:
+        """Called before a step with these extras. `rows` [S]: those of the scheduled sequences."""
+
+    def save(self, extras: Extras, rows: Sequence[int] | Int32) -> None:
+        """Called after such a step."""

@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from folovllm import EngineConfig
 from folovllm.apps.bench.contenders import write_geometry
 from folovllm.electives.moe.quantized import ExpertStack, GroupedQuantizedExperts, QuantizedExperts
+from folovllm.electives.moe.shapes import expert_shapes
 from folovllm.electives.quantization.quantizer.methods import method_for
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 from folovllm.electives.quantization.quantizer.run import quantize as quantize_folder
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_native_model
-from folovllm.models.shapes import expert_shapes, linear_bytes, linear_shapes
+from folovllm.models.shapes import linear_bytes, linear_shapes
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import answered, make_engine, mixed_requests, serve

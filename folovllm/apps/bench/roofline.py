@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.layers.fusable import fusable
 from folovllm.layers.linear import LinearBase
 from folovllm.models.model_config import num_experts_of, num_linear_of, windows_of
-from folovllm.models.shapes import Shapes, expert_shapes, linear_bytes, linear_shapes, state_layers, token_mixers
+from folovllm.models.shapes import Shapes, linear_bytes, linear_shapes, token_mixers
+from folovllm.plugins import EXPERTS, require
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,6 +68,11 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def expert_shapes(config: Any) -> Shapes:
+    """Those of one expert; none in a model without."""
+    return require(EXPERTS, "a model with experts").expert_shapes(config) if num_experts_of(config) else {}
+
+
 def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> float:
     """Return the seconds that the workload takes at least."""
     config, sizes, requests = setup.hf_config, MatrixSizes.of(setup), workload.requests
@@ -82,7 +89,7 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
         pairs += layers * sum(
             len(r.prompt) ** 2 - max(0, len(r.prompt) - (window or len(r.prompt))) ** 2 for r in requests
         )
-    keepers = state_layers(config, setup.dtype)
+    keepers: list[Any] = [mixer for mixer in token_mixers(config, setup.dtype) if hasattr(mixer, "state_bytes")]
     states = 2 * sum(decodes) * sum(layer.state_bytes for layer in keepers)  # read and written
     decode = read + kv_tokens * (setup.kv_bytes_per_token // max(1, config.num_hidden_layers - num_linear)) + states
     causal = 2 * pairs * setup.attention.num_heads * setup.attention.head_dim

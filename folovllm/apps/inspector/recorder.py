@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.apps.inspector.lines import FORMAT, VERSION, LineWriter, TokenTexts, as_file
 from folovllm.engine.events import Event
-from folovllm.layers.state_layer import num_snapshots
-from folovllm.models.shapes import state_layers
+from folovllm.models.model_config import num_linear_of
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
@@ -137,7 +136,10 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
         "graph_widths": list(getattr(engine.executor, "graph_widths", ())),  # where steps are packed
         "mine": bool(os.environ.get("FOLOVLLM_MINE")),
     }
-    if layers := state_layers(setup.hf_config, setup.dtype):
+    if num_linear_of(setup.hf_config):
+        from folovllm.electives.hybrid.state_layer import num_snapshots, state_layers  # a package that may be missing
+
+        layers = state_layers(setup.hf_config, setup.dtype)
         state_bytes = sum(layer.state_bytes for layer in layers) // config.tensor_parallel_size
         described |= {
             "state_tokens": state_bytes // max(1, setup.kv_bytes_per_token),

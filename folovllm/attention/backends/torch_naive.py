@@ -36,7 +36,7 @@ class TorchNaiveBackend(AttentionBackend):
         """Return the backend of a layer in which a token sees `window` tokens."""
         from folovllm.attention.backends.sliding import SlidingBackend  # here, for few models have windows
 
-        return SlidingBackend(self, window)
+        return SlidingBackend(self, window, gather_kv)
 
 
 def reshape_and_cache_kv(

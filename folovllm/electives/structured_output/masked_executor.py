@@ -52,6 +52,11 @@ def manager_of(engine: LLMEngine) -> StructuredOutputManager:
     return _managers[engine]
 
 
+def prepare(engine: LLMEngine) -> None:
+    """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
+    manager_of(engine).prepare(engine._processor.eos_token_ids)
+
+
 @dataclass(slots=True, eq=False)
 class MaskedStep:
     """A step that was started, and its sequences in order."""
