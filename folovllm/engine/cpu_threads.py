@@ -29,8 +29,6 @@ def use_threads(setup: EngineSetup) -> int | None:
 
     Threads wait for each other at the end of a product: milliseconds, where other programs have the cores. So a small model
     gets one thread, and a larger one as many as a short measurement shows to be of use. Ranks divide the number.
-
-    Raises ValueError if more threads than cores were requested.
     """
     asked, cores, limit = setup.config.num_threads, os.cpu_count() or 1, most_threads()
     if asked is None and setup.device.type != "cpu":

@@ -26,8 +26,7 @@ IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unle
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
 Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
-# A tensor's name, and the tensor as it is stored -> the part to keep, in the model's order.
-Shard = Callable[[str, Any], torch.Tensor]
+Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor as it is stored -> the part to keep
 
 
 def load_native_model(

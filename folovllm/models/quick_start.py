@@ -16,7 +16,6 @@ class PlainConfig(SimpleNamespace):
     """The fields that the engine reads of a `PretrainedConfig`, under the same names."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields."""
         return dict(vars(self))
 
 
@@ -43,7 +42,6 @@ class QuickTokenizer:
 
     @cached_property
     def full(self) -> Any:
-        """transformers' tokenizer."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self._where)
@@ -54,7 +52,6 @@ class QuickTokenizer:
         return len(self.full)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What transformers' tokenizer returns."""
         return self.full(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
