@@ -164,9 +164,12 @@ class EngineConfig:
             raise AttributeError(name)
         return self.extras[name] if name in self.extras else plugins.option_default(name)
 
+    @staticmethod
+    def options() -> list[Any]:
+        return list(plugins.option_classes())
+
     @classmethod
     def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
-        """The preset of one milestone, with single choices changed."""
         return cls(milestone=milestone, **overrides)
 
     @property
@@ -203,7 +206,6 @@ class EngineConfig:
 
 
 def check_values(config: EngineConfig) -> None:
-    """Raise ValueError for a value of another type or out of range. None leaves it to the preset."""
     values = {own.name: getattr(config, own.name) for own in fields(config)}
     check_fields(EngineConfig, values, LIMITS)
     for name in ("milestone", "tokenizer", "device", "attention_backend", "builders"):
