@@ -146,4 +146,5 @@ class TestWhichOne:
             engine = make_engine(tiny_checkpoint(), milestone=milestone, num_kv_blocks=16)
             engine.add_request("r", "Hello", SamplingParams())
             assert type(engine.core.output.requests["r"].seqs[0].detokenizer) is kind
-        assert type(make_stream_detokenizer(tiny_tokenizer(), SamplingParams(detokenize=False))) is NoText
+            engine.add_request("s", "Hello", SamplingParams(detokenize=False))
+            assert type(engine.core.output.requests["s"].seqs[0].detokenizer) is NoText
