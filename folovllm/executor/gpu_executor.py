@@ -13,8 +13,6 @@ from folovllm.worker.gpu_worker import GPUWorker
 
 @dataclass(slots=True, frozen=True)
 class Completed:
-    """A step that has run."""
-
     result: StepResult
 
     def wait(self) -> StepResult:
