@@ -88,7 +88,7 @@ class RequestState:
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
         first, m, prompt_logprobs = self.seqs[0], self.metrics, None
-        deltas_alone = self._kind is RequestOutputKind.DELTA
+        finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
         if first.params.prompt_logprobs is not None and not (deltas_alone and self._prompt_was_scored):
             prompt_logprobs = prompt_logprobs_of(first)
             self._prompt_was_scored = prompt_logprobs is not None
@@ -97,7 +97,7 @@ class RequestState:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[answer.report(deltas_alone) for answer in self.answers if not deltas_alone or answer.has_news],
-            finished=self.finished,
+            finished=finished,
             metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
