@@ -29,7 +29,7 @@ __all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
 _HOMES = {"LLM": "llm", "EngineConfig": "config", "RequestOutput": "outputs", "SamplingParams": "sampling_params"}
 _HOMES |= {"ModelConfig": "compat"}  # a name of the texts this course grew from; the others are vLLM's
 _HOMES |= {"LLMEngine": "engine.llm_engine", "EngineArgs": "config", "RequestOutputKind": "sampling_params"}
-_HOMES |= {"TextPrompt": "engine.inputs", "TokensPrompt": "engine.inputs", "CompletionOutput": "outputs"}
+_HOMES |= {"TextPrompt": "engine.prompt_forms", "TokensPrompt": "engine.prompt_forms", "CompletionOutput": "outputs"}
 _HOMES |= {"StructuredOutputsParams": "electives.structured_output.params"}
 _HOMES |= {"BeamSearchParams": "engine.beam_search", "AsyncEngine": "electives.server.async_engine"}
 

@@ -1,8 +1,6 @@
-"""How an engine is put together: which class stands in which place, by configuration.
+"""How an engine is put together: each `make_*` function selects one component by configuration, and names its milestone.
 
-It reads like the table of the milestones: each `make_*` function selects one component, and its docstring says which
-milestone brought which class. M2 to M5's are in `folovllm.engine.build_batch`, M6's in `folovllm.engine.build_packed`, which M1 does not
-import. No other code asks for a milestone.
+M2 to M5's are in `folovllm.engine.build_batch`, M6's in `folovllm.engine.build_packed`, which M1 does not import.
 """
 
 from __future__ import annotations
@@ -24,22 +22,11 @@ if TYPE_CHECKING:
     from folovllm.engine.extension import Extension
     from folovllm.engine.overlap import OverlappedEngine
     from folovllm.step.schedule import SchedulerOutput, StepResult
-    from folovllm.worker.gpu_worker import Runner
-
-
-def load_builders(config: EngineConfig) -> None:
-    """Import the components that a learner wrote. Raises what `builders.load` raises, before any work."""
-    for name in config.builder_names:
-        from folovllm.learn import builders
-
-        builders.load(name)
+    from folovllm.worker.runner import Runner
 
 
 def make_extension(setup: EngineSetup) -> Extension | None:
-    """Make the extension that the configuration asks for (`folovllm.engine.extension`), and what it needs before the executor is made.
-
-    None without electives at M1: its runners ask no extension.
-    """
+    """Make the extension that the configuration asks for (`folovllm.engine.extension`); None at M1 without electives."""
     if setup.config.kv_cache == "growing" and not setup.config.extras:
         return None
     from folovllm.engine.extension import extension_of

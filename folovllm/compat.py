@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from folovllm.config import EngineArgs, EngineConfig
-from folovllm.engine.inputs import TextPrompt, TokensPrompt
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.prompt_forms import TextPrompt, TokensPrompt
 from folovllm.llm import LLM
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 

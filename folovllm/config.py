@@ -55,8 +55,6 @@ OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 class EngineConfig:
     """What to run and how; each field, and each option of an elective, is a keyword of `LLM` and a flag of the command line.
 
-    Other engine arguments of vLLM's are accepted where they change nothing.
-
     Attributes:
         model: a local directory or GGUF file, a hub id, or one of the names "stories-5m", "stories-moe" and
             "stories-hybrid" (embedded), "smollm2" and "smollm2-gguf" (downloaded).
@@ -65,20 +63,17 @@ class EngineConfig:
         model_impl: "hf" runs transformers' model, "native" ours.
         kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous block of
             `max_model_len` tokens per sequence) or "paged".
-        dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), or "auto": float32 on a CPU, the checkpoint's own
-            on a GPU.
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, the checkpoint's own on a GPU.
         device: "cuda" or "cpu"; if left out, CUDA where there is one.
         seed: the seed of the engine's own noise (requests without a seed, random weights).
         max_model_len: longest prompt plus answer, in tokens; if left out, the smaller of the model's and 4,096.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; if left out, at least one whole prompt fits.
         block_size: tokens a block holds; if left out, the smallest from 16 up that the attention backend accepts.
-        num_kv_blocks: blocks of the KV cache, instead of measuring how many fit; at least what a sequence of
-            `max_model_len` needs.
+        num_kv_blocks: blocks of the KV cache, instead of measuring how many fit.
         gpu_memory_utilization: fraction of the card's memory that the engine may fill.
         kv_cache_memory: bytes of the KV cache on a CPU.
-        attention_backend: "torch_naive", "torch_paged", "triton", "flash_attn", or "auto": the fastest that runs here. Two
-            names with a comma between them are for prefill and for decode.
+        attention_backend: "torch_naive", "torch_paged", "triton", "flash_attn", or "auto": the fastest that runs here.
         scheduling: "fcfs" (first come, first served) or "priority" (smaller first).
         enable_prefix_caching: find the K/V of prefixes that were computed before.
         enable_chunked_prefill: compute long prompts over several steps, beside the decodes of others.
@@ -98,8 +93,7 @@ class EngineConfig:
             `BlockManager` in mine/folovllm/learn/builders/block_manager.py.
         extras: the options of electives (`folovllm.plugins`), where they are not the defaults.
 
-    Raises:
-        ValueError: a value is out of range or two do not fit together; the sentence says what does.
+    Raises ValueError if a value is out of range, or two do not fit together.
     """
 
     model: str = DEFAULT_MODEL
@@ -172,12 +166,10 @@ class EngineConfig:
 
     @staticmethod
     def options() -> list[Any]:
-        """The dataclasses of the electives' options, whose fields are keywords, too."""
         return list(plugins.option_classes())
 
     @classmethod
     def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
-        """The preset of one milestone, with single choices changed."""
         return cls(milestone=milestone, **overrides)
 
     @property
@@ -195,9 +187,8 @@ class EngineConfig:
         if self.max_model_len is None:
             return min(model_limit, DEFAULT_MAX_MODEL_LEN)
         if self.max_model_len > model_limit:
-            raise ValueError(
-                f"max_model_len {self.max_model_len} exceeds the model's context of {model_limit} tokens: lower it"
-            )
+            says = f"exceeds the model's context of {model_limit} tokens: lower it"
+            raise ValueError(f"max_model_len {self.max_model_len} {says}")
         return self.max_model_len
 
     def resolve_max_num_batched_tokens(self, max_model_len: int) -> int:
@@ -206,15 +197,15 @@ class EngineConfig:
         if budget is None:
             return 8192 if self.enable_chunked_prefill else max(max_model_len, 8192)
         if budget < max_model_len and not self.enable_chunked_prefill:
+            says = "the longest prompt could never be computed in one step"
+            instead = "raise it, lower max_model_len, or set enable_chunked_prefill"
             raise ValueError(
-                f"max_num_batched_tokens {budget} is below max_model_len {max_model_len}, so the longest prompt could "
-                "never be computed in one step: raise it, lower max_model_len, or set enable_chunked_prefill"
+                f"max_num_batched_tokens {budget} is below max_model_len {max_model_len}, so {says}: {instead}"
             )
         return budget
 
 
 def check_values(config: EngineConfig) -> None:
-    """Raise ValueError for a value of another type or out of range. None leaves it to the preset."""
     values = {own.name: getattr(config, own.name) for own in fields(config)}
     check_fields(EngineConfig, values, LIMITS)
     for name in ("milestone", "tokenizer", "device", "attention_backend", "builders"):
@@ -225,7 +216,7 @@ def check_values(config: EngineConfig) -> None:
 
 
 def check_combinations(config: EngineConfig) -> None:
-    """Raise ValueError for two choices that do not fit together; the sentence says what does."""
+    """Raise ValueError for two choices that do not fit together."""
     growing, unpaged, hf = config.kv_cache == "growing", config.kv_cache != "paged", config.model_impl == "hf"
     fcfs, batches, prefixes = config.scheduling == "fcfs", config.max_num_seqs != 1, config.enable_prefix_caching
     m2, packed = 'or use milestone="m2"', "CUDA graphs, async_scheduling and tensor_parallel_size need"

@@ -6,31 +6,24 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import nullcontext
+from typing import Any, Self
 
 from folovllm.config import EngineConfig
 from folovllm.engine.ctrl_c import ctrl_c
 from folovllm.engine.inputs import Prompt, PromptRequest, as_requests
 from folovllm.engine.llm_calls import LLMCalls
 from folovllm.engine.llm_engine import make_engine
+from folovllm.engine.progress import Progress
 from folovllm.engine.require import also_takes
-from folovllm.models.files import generation_defaults
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from folovllm.engine.progress import Progress
-
 
 class LLM(LLMCalls):
-    """A model that answers prompts.
+    """A model that answers prompts: the embedded one if `model` is left out. All fields of `EngineConfig` are keywords here.
 
-    Args:
-        model: the embedded one if left out; see `EngineConfig`, whose fields are all keywords here.
-
-    Raises:
-        ValueError: something is not available here; raised before any weight is loaded where that is possible.
+    Raises ValueError if something is not available here, before any weight is loaded where that is possible.
     """
 
     def __init__(self, model: str | None = None, **overrides: Any) -> None:
@@ -38,10 +31,6 @@ class LLM(LLMCalls):
             overrides["model"] = model
         self.engine = make_engine(EngineConfig(**overrides))
         self._ids = itertools.count()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling parameters of calls that pass none: those of the model's generation_config.json, else our defaults."""
-        return SamplingParams.from_optional(**generation_defaults(self.engine.setup.path))
 
     @also_takes("request")
     def generate(
@@ -79,7 +68,7 @@ class LLM(LLMCalls):
         ids = [f"generate-{next(self._ids)}" for _ in requests]
         answers: dict[str, RequestOutput] = {}
         waiting = deque(ids)  # for `on_answer`
-        with ctrl_c() as pressed, self._progress(len(ids), bar) as shown:
+        with ctrl_c() as pressed, Progress(self.engine, len(ids)) if bar else nullcontext() as shown:
             try:
                 for id_, (prompt, params, priority) in zip(ids, requests, strict=True):
                     self.engine.add_request(id_, prompt, params, priority=priority, stream=False)
@@ -93,18 +82,11 @@ class LLM(LLMCalls):
                     if pressed.is_set():
                         raise KeyboardInterrupt
             finally:  # an error or Ctrl-C leaves no request behind
-                self.engine.abort_request(ids)
+                self.engine.core.end(ids)
         return [answers[id_] for id_ in ids]
 
-    def _progress(self, total: int, bar: bool) -> AbstractContextManager[Progress | None]:
-        if not bar:
-            return nullcontext()
-        from folovllm.engine.progress import Progress
-
-        return Progress(self.engine, total)
-
     def close(self) -> None:
-        """Give everything back; the object is of no use afterwards. Twice is once. Raises RuntimeError beside another call."""
+        """Give everything back. A second call does nothing; beside another call it raises RuntimeError."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -59,16 +59,18 @@ COMMANDS = (
 QUANTIZATION = "folovllm.electives.quantization.config:CheckpointQuantization"
 # Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.WeightLoader`), or None.
 EXTRA_TENSORS = ("folovllm.electives.quantization.checkpoint_kv_scales:weight_loader_of",)
-# A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
-CALIBRATION = "folovllm.electives.quantization.calibrate"
+# What measures the scales of an FP8 cache and sets them, a function of the `ModelRunner`.
+CALIBRATION = "folovllm.electives.quantization.calibrate:calibrate"
 
 # Weight sources: what returns the folder of a model, `find(name)`, which `find(name, download=True)` may fetch ...
 DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.electives.quantization.smollm2:smollm2_dir")
 # ... or of a file with this suffix, `find(path)`.
 FILE_FORMATS = {".gguf": "folovllm.electives.quantization.gguf_file:gguf_dir"}
 
-# Methods of `LLM` by name: functions of its engine. Rollouts (X6) change its weights, or let it sleep.
+# Methods of `LLM` and of its engine by name: functions of the engine. Rollouts (X6) change its weights, or let it sleep.
 CALLS = {
+    "prepare_structured_outputs": "folovllm.electives.structured_output.masked_executor:prepare",
+    "expert_load": "folovllm.electives.moe.expert_load:expert_load",
     "update_weights": "folovllm.electives.rollouts.weights:update_weights",
     "get_weights": "folovllm.electives.rollouts.weights:get_weights",
     "sleep": "folovllm.electives.rollouts.sleep:sleep",
@@ -89,10 +91,13 @@ MODELS = {
     "Qwen3_5ForCausalLM": "folovllm.electives.hybrid.models",
     "Qwen3_5MoeForCausalLM": "folovllm.electives.hybrid.models",
 }
-# Layers with states (X5): what makes a cache manager that finds prefixes as far as there are snapshots of states.
+# Layers with states (X5): what keeps the states of sequences, a `worker.runner.StepHook`, of (setup, model, free bytes).
+STATE_POOL = "folovllm.electives.hybrid.state_layer:StatePool"
+# ... and what makes a cache manager that finds prefixes as far as there are snapshots of states.
 SNAPSHOTS = "folovllm.electives.hybrid.snapshots:with_snapshots"
-# Mixture of experts (X4): from a model's class to the same with experts in the places of its MLPs.
-EXPERTS = "folovllm.electives.moe.models:with_experts"
+# Mixture of experts (X4): a module with `with_experts` (from a model's class to the same with experts in the places of its MLPs),
+# `expert_shapes` and `keep_experts_whole`.
+EXPERTS = "folovllm.electives.moe.models"
 
 # Kernels for cards of one compute capability: the plain kernel that they stand for, and a `KernelVariant`.
 KERNEL_VARIANTS = {

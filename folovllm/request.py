@@ -51,10 +51,8 @@ class Request:
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Sequence:
-    """Tokens of a prompt and of one answer, and how many of them are in the KV cache.
-
-    There is no prefill mode: of `num_tokens` tokens, `num_computed_tokens` are computed or scheduled to be, and a step
-    computes some of the rest. A step that reaches the last token yields the next one.
+    """Tokens of a prompt and of one answer. There is no prefill mode: `num_computed_tokens` of the `num_tokens` are computed,
+    or scheduled to be, and a step computes some of the rest. A step that reaches the last token yields the next one.
     """
 
     request: Request
@@ -107,19 +105,13 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What a step may compute: more than 1 during prefill and after preemption, 1 while decoding.
-
-        It is 1 before the sampled token is known, too: the device knows it.
-        """
+        """What a step may compute: 1 while decoding (also before the host knows the token), else more."""
         missing = self.num_tokens - self.num_computed_tokens
         return missing if missing > 1 else 1
 
     @property
     def num_unscored_tokens(self) -> int:
-        """Tokens of the prompt whose log-probabilities are wanted and have not come.
-
-        Only the first answer has them, and the first token has none: nothing comes before it.
-        """
+        """Tokens of the prompt whose log-probabilities are wanted and have not come: of the first answer, from the second token on."""
         if self.params.prompt_logprobs is None or self.index:
             return 0
         return self.num_prompt_tokens - 1 - len(self.prompt_logprobs)

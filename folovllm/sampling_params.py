@@ -41,10 +41,7 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Sampling and stopping rules of one request, validated when they are made.
 
-    The names and meanings are vLLM's. What vLLM knows beside them is taken where it changes nothing, and refused with a
-    sentence elsewhere. One default differs: `max_tokens` is 256 here and 16 in vLLM.
-
-    Filters act in the order temperature, min_p, top_k, top_p. Penalties come first of all, on the raw logits.
+    The names and meanings are vLLM's. Penalties come first, on the raw logits; then temperature, min_p, top_k, top_p.
 
     Attributes:
         n: how many independent answers to sample for the prompt; at most the engine's `max_n`.
@@ -59,27 +56,22 @@ class SamplingParams:
         stop_token_ids: token ids that end the text beside the model's own end-of-text ids.
         ignore_eos: go on past the model's end-of-text ids.
         include_stop_str_in_output: leave the stop string, or the text of the token, that ended the answer in the text.
-        logprobs: return the log-probabilities of the chosen and of this many most likely tokens; at most the engine's
-            `max_logprobs`.
-        prompt_logprobs: the same of every token of the prompt but the first; such a prompt is computed anew, whatever is
-            cached of it.
+        logprobs: return the log-probabilities of the chosen and of this many most likely tokens, at most `max_logprobs`.
+        prompt_logprobs: the same of every token of the prompt but the first; no cached prefix is used then.
         repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative); 0.01 to 100.
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
         frequency_penalty: subtracted once per occurrence in the answer (at most 4,095 of a token count); -2 to 2.
         logit_bias: what is added to the logits of some tokens, by token id; -100 to 100, rounded to float16.
         allowed_token_ids: sample only these tokens; if left out, all.
-        bad_words: texts that the answer must not hold: the tokens that write one, as it stands or after a space, are
-            not sampled all in a row.
+        bad_words: texts that the answer must not hold, as they stand or after a space.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
         detokenize: make text of the tokens; without it the text stays empty.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.
-        prompt_only: the prompt alone is of interest, to score it: it may fill the whole context, and the one token that is
-            sampled behind it (`max_tokens` must be 1) says nothing.
+        prompt_only: only score the prompt, which may fill the whole context; `max_tokens` must be 1.
         structured_outputs: the grammar of the answer, a `StructuredOutputsParams` or a dictionary of its fields; None is free.
         output_kind: what the outputs hold while the request is served; `LLM.generate` always returns whole answers.
 
-    Raises:
-        ValueError: a value is outside its range; the sentence names it and says what works.
+    Raises ValueError if a value is outside its range.
     """
 
     n: int = 1

@@ -33,7 +33,6 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.torch_cat import GrowingKVCache
 from folovllm.layers.attention import Attention
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.state_layer import StateLayer
 from folovllm.models.loader import load_model
 from folovllm.models.model_config import head_dim_of
 from folovllm.models.registry import PLAIN_LAYERS, build_model
@@ -234,7 +233,7 @@ class Driver:
         order = torch.randperm(max_seqs * blocks, generator=torch.Generator().manual_seed(0))
         self.tables = order.view(max_seqs, blocks).int().to(device)  # [max_seqs, max_blocks]
         self.block_size, self.device = block_size, device
-        for layer in (module for module in self.model.modules() if isinstance(module, StateLayer)):
+        for layer in (module for module in self.model.modules() if hasattr(module, "state_shapes")):
             layer.states = tuple(
                 torch.full((max_seqs, *shape), torch.nan, dtype=dtype, device=device)
                 for shape, dtype in layer.state_shapes()

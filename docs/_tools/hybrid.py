@@ -13,8 +13,8 @@ import torch
 
 from folovllm.apps.bench.contenders import GEOMETRIES
 from folovllm.config import EngineConfig
+from folovllm.electives.hybrid.state_layer import StatePool, num_snapshots
 from folovllm.engine.setup import EngineSetup, set_up
-from folovllm.layers.state_layer import StatePool, num_snapshots
 from folovllm.models.registry import build_model
 
 HYBRID, FULL = "Qwen3.5-9B", "the same with full attention alone"

@@ -216,7 +216,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
     ],
     "x5": [
         ("electives/hybrid/models.py", "", "model_executor/models/qwen3_next.py"),
-        ("layers/state_layer.py", "", "model_executor/layers/mamba/abstract.py"),
+        ("electives/hybrid/state_layer.py", "", "model_executor/layers/mamba/abstract.py"),
         ("electives/hybrid/gated_delta_net.py", "", "model_executor/models/qwen3_next.py"),
         ("electives/hybrid/delta_rule.py", "", ""),
         ("electives/hybrid/short_conv.py", "", ""),

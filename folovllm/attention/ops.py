@@ -1,4 +1,4 @@
-"""Attention in plain torch, the reference for every kernel, and the two ways to store K/V in a cache."""
+"""Attention in plain torch, the reference for every kernel, and a cache that grows."""
 
 from __future__ import annotations
 
@@ -51,35 +51,3 @@ def append_kv(cached: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
     The result is a new tensor, so every step copies all cached tokens.
     """
     return torch.cat((cached, torch.stack((key, value))), dim=1)
-
-
-def reshape_and_cache_kv(
-    key: torch.Tensor,  # [T, Hkv, D]
-    value: torch.Tensor,  # [T, Hkv, D]
-    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D], any strides
-    slot_mapping: torch.Tensor,  # [T] int64
-) -> None:
-    """Write token t's K/V to slot `slot_mapping[t]`, which is offset `slot % B` of block `slot // B`.
-
-    Nothing else in the cache changes. Slot -1 means "nowhere": as an index it would overwrite the cache's last slot.
-    """
-    wanted = slot_mapping >= 0
-    slot, block_size = slot_mapping[wanted], kv_cache.shape[2]
-    block, offset = slot // block_size, slot % block_size
-    kv_cache[0, block, offset] = key[wanted]
-    kv_cache[1, block, offset] = value[wanted]
-
-
-def gather_kv(
-    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D]
-    block_table: torch.Tensor,  # [max_blocks] int
-    seq_len: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy K and V of one sequence out of its blocks, in token order: two [seq_len, Hkv, D].
-
-    Position p is at offset `p % B` of the table's block number `p // B`. Entries beyond the sequence are never read.
-    """
-    position = torch.arange(seq_len, device=kv_cache.device)
-    block_size = kv_cache.shape[2]
-    key, value = kv_cache[:, block_table[position // block_size], position % block_size]
-    return key, value

@@ -75,13 +75,13 @@ class SlidingPrefixCachingBlockManager(SlidingBlockManager, PrefixCachingBlockMa
         return min(super().num_behind(seq), len(cached_prefix_of(seq).serials))
 
 
-WITH_WINDOW: dict[type[KVCacheManager], type[SlidingBlockManager]] = {
+WITH_WINDOW: dict[Callable[..., KVCacheManager], type[SlidingBlockManager]] = {
     BlockManager: SlidingBlockManager,
     PrefixCachingBlockManager: SlidingPrefixCachingBlockManager,
 }
 
 
-def sliding(kind: type[KVCacheManager], hf_config: PretrainedConfig) -> Callable[..., KVCacheManager]:
+def sliding(kind: Callable[..., KVCacheManager], hf_config: PretrainedConfig) -> Callable[..., KVCacheManager]:
     """What makes the cache manager: `kind`, or if every layer of the model slides, the one that gives blocks back."""
     window = window_of(hf_config)
     return kind if kind not in WITH_WINDOW or window is None else partial(WITH_WINDOW[kind], window=window)

@@ -116,11 +116,6 @@ def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) 
     return weight[:]
 
 
-def keep_experts_whole(name: str, weight: Weight, shard: Callable[[str, Weight], torch.Tensor]) -> torch.Tensor:
-    """Expert parallelism: return an expert's weight whole, because one rank holds all of it. `shard` cuts all other weights."""
-    return weight[:] if EXPERTS in name else shard(name, weight)
-
-
 def shard_merged(
     name: str, weight: Weight, hf_config: PretrainedConfig, shard: Callable[[str, Weight], torch.Tensor]
 ) -> torch.Tensor:

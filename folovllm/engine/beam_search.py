@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from folovllm.engine.inputs import Prompt, TokensPrompt, encode, is_one_prompt, parse_prompt
+from folovllm.engine.inputs import Prompt, encode, is_one_prompt, parse_prompt
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.prompt_forms import TokensPrompt
 from folovllm.engine.require import also_takes, require
 from folovllm.models.files import eos_token_ids
 from folovllm.outputs import RequestOutput

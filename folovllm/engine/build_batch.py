@@ -5,6 +5,7 @@ In some places a class that a learner wrote can stand (`folovllm.learn.builders`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from folovllm.attention.backends.registry import make_backend
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.cache.sliding import sliding
 from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import largest_product
@@ -33,9 +33,9 @@ from folovllm.engine.scheduler import (
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.state_layer import num_snapshots
 from folovllm.learn import builders
 from folovllm.models.loader import load_native_model
+from folovllm.models.model_config import num_linear_of, window_of
 from folovllm.models.written_files import cache_dir
 from folovllm.plugins import SNAPSHOTS, named
 from folovllm.sample.sampler import Sampler
@@ -50,8 +50,13 @@ LARGE = 50_000_000  # bytes of weights: below this, kernels for a CPU gain less 
 def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor, events: Events) -> SchedulerLike:
     """Make the scheduler of a batch that changes at every step (M2)."""
     config = setup.config
-    make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
-    if num_snapshots(setup):
+    make_kv: Callable[..., KVCacheManager] = cache_manager(config)
+    tokens = tokens_of_step(config)
+    if window_of(setup.hf_config) is not None:
+        from folovllm.cache.sliding import sliding  # here, for few models have windows
+
+        make_kv = sliding(make_kv, setup.hf_config)
+    if config.enable_prefix_caching and num_linear_of(setup.hf_config):
         make_kv, tokens = named(SNAPSHOTS)(setup, tokens)
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := user_component(config, "scheduler"):
@@ -145,7 +150,7 @@ def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
 def weight_bytes(setup: EngineSetup) -> int:
     """Bytes of the head and of all MLPs, about: most of a model."""
     outputs, inputs = largest_product(setup, 1)
-    return inputs * (setup.vocab_size + 3 * setup.num_layers * outputs) * setup.dtype.itemsize
+    return inputs * (setup.vocab_size + 3 * setup.hf_config.num_hidden_layers * outputs) * setup.dtype.itemsize
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.engine.core import EngineCore
@@ -18,8 +19,9 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.engine.snapshot import snapshot
 from folovllm.models.files import full_tokenizer
 from folovllm.outputs import RequestOutput
-from folovllm.plugins import STRUCTURED_OUTPUT, is_installed, named
-from folovllm.sampling_params import SamplingParams
+from folovllm.plugins import CALLS, require
+from folovllm.request import Request, Sequence
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class EngineCalls:
@@ -33,8 +35,15 @@ class EngineCalls:
     one_call: Callable[[], AbstractContextManager[None]]
     require_open: Callable[[], None]
     add_request: Callable[..., None]
-    abort_request: Callable[..., Any]
+    _require_new: Callable[[str], None]
+    _add: Callable[[list[Sequence], RequestOutputKind], None]
     step: Callable[[], list[RequestOutput]]
+
+    def __getattr__(self, name: str) -> Any:
+        """A call that an elective owns: a function of the engine in `folovllm.plugins.CALLS`, such as `expert_load`."""
+        if name not in CALLS:
+            raise AttributeError(f"an engine has no {name!r}")
+        return partial(require(CALLS[name], name), self)
 
     @also_takes("generate")
     def generate(
@@ -53,18 +62,39 @@ class EngineCalls:
                 while len(finished) < len(ids):
                     finished |= {output.request_id: output for output in self.step()}
             finally:
-                self.abort_request(ids)  # where an error left some
+                self.core.end(ids)  # where an error left some
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
+
+    def add_checked(self, request: Request) -> None:
+        """Queue a request that an `InputProcessor` of this model has checked, in another process say; it has one output, its last.
+
+        Raises what `add_request` raises.
+        """
+        self._require_new(request.request_id)
+        self._add(self._processor.sequences(request), RequestOutputKind.FINAL_ONLY)
+
+    @overload
+    def abort_request(self, request_id: str) -> RequestOutput: ...  # type: ignore[overload-overlap]
+    @overload
+    def abort_request(self, request_id: Iterable[str]) -> list[RequestOutput]: ...
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
+        """End a request at once and return what it has so far, with finish_reason "abort".
+
+        Of several ids, those that are not being served are skipped.
+
+        Raises:
+            ValueError: no request of this one id is being served.
+        """
+        if isinstance(request_id, str):
+            if request_id not in self.core.output.requests:
+                raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
+            return self.core.output.report(self.core.end([request_id])[0])
+        return [self.core.output.report(state) for state in self.core.end(list(request_id))]
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, which is transformers'."""
         return full_tokenizer(self.tokenizer)
-
-    def prepare_structured_outputs(self) -> None:
-        """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
-        if is_installed(STRUCTURED_OUTPUT):
-            named(STRUCTURED_OUTPUT).manager_of(self).prepare(self._processor.eos_token_ids)
 
     @property
     def request_ids(self) -> list[str]:
@@ -84,12 +114,9 @@ class EngineCalls:
         if not experts or not self.setup.config.extras.get("count_experts"):
             self.core.events.subscribe(listener, state)
             return
-        self.core.events.subscribe(listener, state, self._experts_asked)
-        self.core.events.emit(self._experts_asked())
+        self.core.events.subscribe(listener, state, lambda: ExpertsAsked(self.expert_load()))
+        self.core.events.emit(ExpertsAsked(self.expert_load()))
         self.core.events.drain()
-
-    def _experts_asked(self) -> ExpertsAsked:
-        return ExpertsAsked(self.expert_load())
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -113,18 +140,6 @@ class EngineCalls:
         """Requests and KV cache as they are now."""
         self.require_open()
         return engine_stats(self.setup, self.core.scheduler, self.core.num_steps, self.core.num_preemptions)
-
-    def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer was asked since the start; waits for the steps under way.
-
-        L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
-        """
-        self.require_open()
-        if not self.setup.config.extras.get("count_experts"):
-            raise ValueError("experts are not counted: set count_experts=True")
-        from folovllm.worker.model_runner import counted  # here: M1 has no use of it
-
-        return self.core.executor.collective_rpc(counted, "experts")[0]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Raises ValueError where there is no cache, RuntimeError beside another call."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from folovllm.engine.event_stream import Events
-from folovllm.engine.events import GivenUp
 from folovllm.engine.logprobs import keep_logprobs
 from folovllm.engine.metrics import report_step
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.executor.abstract import Executor, Pending
 from folovllm.outputs import RequestOutput
-from folovllm.request import Sequence, SequenceOutput, SequenceStatus
+from folovllm.request import Sequence, SequenceOutput
 from folovllm.step.schedule import SchedulerOutput
-
-logger = logging.getLogger("folovllm")
 
 
 @dataclass(slots=True)
@@ -32,11 +28,12 @@ class StartedStep:
 
 
 class EngineCore:
-    """Serves sequences step by step: `LLMEngine` brings requests in, and calls `step` until none is left.
+    """Serves sequences step by step, until none is left.
 
     Attributes:
         output: the requests that are being served, and what each has to report.
         num_steps: steps whose tokens have arrived. num_preemptions: sequences that these steps preempted.
+        end_early: a hook after each step. It gets the step's sequences, aborts those that no token can follow, and returns their ends.
     """
 
     def __init__(self, scheduler: SchedulerLike, executor: Executor, events: Events) -> None:
@@ -45,6 +42,7 @@ class EngineCore:
         self.events = events
         self.output = OutputProcessor(scheduler.abort)
         self.num_steps = self.num_preemptions = 0
+        self.end_early: Callable[[list[Sequence]], list[SequenceOutput]] | None = None
         self._last_arrival = 0.0  # of a step's tokens
 
     def has_unfinished_requests(self) -> bool:
@@ -77,32 +75,18 @@ class EngineCore:
         arrived = time.monotonic()
         alive = [i for i, seq in enumerate(step.seqs) if not seq.status.is_finished]
         new = self.scheduler.postprocess([(step.seqs[i], result.token_ids[i]) for i in alive])
-        for i in alive if result.logprobs else ():
-            if i in result.logprobs:
-                keep_logprobs(step.seqs[i], step.output.scheduled_seqs[i].scores, result.logprobs[i])
+        if result.logprobs:
+            keep_logprobs(step.seqs, step.output.scheduled_seqs, result.logprobs, alive)
         now = time.monotonic()
-        if self.events.on:
-            # Where steps overlap, a step's time begins where the last one ended.
-            times = {"start": max(step.start, self._last_arrival), "arrived": arrived, "end": now}
+        if self.events.on:  # where steps overlap, a step's time begins where the last one ended
+            times = max(step.start, self._last_arrival), arrived, now
             self._last_arrival = arrived
-            report_step(
-                self.events, self.scheduler, new, step=self.num_steps, output=step.output, result=result, **times
-            )
-        if result.broken:
-            new += self._give_up([step.seqs[i] for i in result.broken])
+            report_step(self.events, self.scheduler, new, self.num_steps, *times, step.output, result)
+        if self.end_early is not None:
+            new += self.end_early(step.seqs)
         self.num_steps += 1
         self.num_preemptions += len(step.output.preempted)
         return self.output.process(new, now)
-
-    def _give_up(self, seqs: list[Sequence]) -> list[SequenceOutput]:
-        """Abort sequences that no token can follow, and return their ends."""
-        broken = [seq for seq in seqs if not seq.status.is_finished]
-        for seq in broken:
-            logger.warning("request %s ends early: its answer can no longer satisfy its grammar", seq.request_id)
-            if self.events.on:
-                self.events.emit(GivenUp(seq.seq_id))
-        self.scheduler.abort(*broken)
-        return [SequenceOutput(seq, [], SequenceStatus.FINISHED_ABORTED) for seq in broken]
 
     def end(self, request_ids: Collection[str]) -> list[RequestState]:
         """End those of the requests that are being served; returns what there is of them."""

@@ -17,24 +17,18 @@ logger = logging.getLogger("folovllm")
 
 @dataclass(slots=True)
 class _Process:
-    """The numbers that we and the user set in this process (default: `OMP_NUM_THREADS`, else the cores)."""
-
-    chosen: int = 0
-    limit: int = 0
+    chosen: int = 0  # what we set in this process
+    limit: int = 0  # what the user set: `OMP_NUM_THREADS`, else the cores
 
 
 _process = _Process()
 
 
 def use_threads(setup: EngineSetup) -> int | None:
-    """Set torch's number of threads to `num_threads`, or choose it on a CPU. Returns it; None if it was left alone.
+    """Set torch's number of threads in this process to `num_threads`, or choose it on a CPU. Returns it; None if it was left alone.
 
     Threads wait for each other at the end of a product: milliseconds, where other programs have the cores. So a small model
-    gets one thread, and a larger one as many as a short measurement shows to be of use. The number holds for the whole
-    process, until the next engine is made. The ranks of tensor parallelism divide it among themselves.
-
-    Raises:
-        ValueError: more threads than cores were requested.
+    gets one thread, and a larger one as many as a short measurement shows to be of use. Ranks divide the number.
     """
     asked, cores, limit = setup.config.num_threads, os.cpu_count() or 1, most_threads()
     if asked is None and setup.device.type != "cpu":

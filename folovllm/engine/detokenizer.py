@@ -19,17 +19,15 @@ class IncrementalDetokenizer:
     """The text of one growing answer.
 
     A token's text depends on its neighbours (a space that joins, bytes that make up one character), so a token cannot
-    be decoded alone, and decoding everything anew at each step would cost a time quadratic in the length. A short
-    window is enough: tokens before `_shown` have their text out already, tokens from `_context` on are decoded again
-    beside the new ones, and what that adds is the new text.
+    be decoded alone; and to decode all of them at each step would be quadratic. A short window is enough: tokens before
+    `_shown` have their text already, those from `_context` on are decoded again beside the new ones.
 
-    Invariant: `_context <= _shown <= len(token_ids)`; until a stop string cuts it, `text` holds the decoded tokens before
-    `_shown`. (vLLM calls the two `prefix_offset` and `read_offset`.)
+    Invariant: `_context <= _shown <= len(token_ids)` (vLLM's `prefix_offset` and `read_offset`); until a stop string cuts it,
+    `text` holds the decoded tokens before `_shown`.
 
     Attributes:
         spelling: of single tokens, for log-probabilities; None for a request that wants no text.
-        offsets: for each token the number of characters before it, where somebody wants to know: so a token that is a part
-            of a character begins where that does.
+        offsets: for each token the number of characters before it, if somebody wants to know.
     """
 
     spelling: Spelling | None = None
@@ -112,20 +110,8 @@ class IncrementalDetokenizer:
         self.text = self.text[:end]
 
 
-class NoText(IncrementalDetokenizer):
-    """For a request that wants no text."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: "")
-
-    def append(self, token_id: int) -> None:
-        """Nothing is kept."""
-
-
 def make_detokenizer(tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> IncrementalDetokenizer:
     """Make the detokenizer of one answer."""
-    if not params.detokenize:
-        return NoText()
     return IncrementalDetokenizer(decoder(tokenizer, params.skip_special_tokens))
 
 

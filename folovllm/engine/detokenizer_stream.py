@@ -144,7 +144,7 @@ class StreamDetokenizer(IncrementalDetokenizer):
 
 def make_stream_detokenizer(tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> IncrementalDetokenizer:
     """Make the detokenizer of one answer, which uses a `DecodeStream` if that decodes as the tokenizer does."""
-    if params.detokenize and decodes_by_itself(tokenizer):
+    if decodes_by_itself(tokenizer):
         skip = params.skip_special_tokens
         return StreamDetokenizer(decoder(tokenizer, skip), tokenizer.backend_tokenizer, skip)
     return make_detokenizer(tokenizer, params)

@@ -1,9 +1,6 @@
 """Hands what happens in an engine (`folovllm.engine.events`) to whoever listens.
 
-Without a listener no event is made, and each place that could make one reads one attribute:
-
-    if self.events.on:
-        self.events.emit(BlockTaken(block_id))
+Without a listener no event is made: `if self.events.on: self.events.emit(BlockTaken(block_id))`.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ logger = logging.getLogger("folovllm")
 class Events:
     """One engine's stream. Events are collected while it works and handed over together, once a step.
 
-    A listener that fails disturbs neither the engine's step nor the other listeners. The log has
-    its traceback, and it is told nothing more.
+    A listener that raises is told nothing more; the log has its traceback, and the engine's step goes on.
     """
 
     __slots__ = ("_failed", "_listeners", "_pending", "on", "sources")
@@ -34,7 +30,7 @@ class Events:
         self._pending: list[Event] = []
 
     def subscribe(self, listener: Listener, snapshot: Snapshot, source: Source | None = None) -> None:
-        """Let `listener` hear of all that happens from here on; first, how things stand. `source` makes an event for it, once a step."""
+        """Let `listener` hear of all from here on; first, how things stand. `source` makes an event for it, once a step."""
         self.drain()
         listener([snapshot])
         self._update([*self._listeners, (listener, source)])
@@ -49,7 +45,7 @@ class Events:
             self._update([*self._listeners[:at], *self._listeners[at + 1 :]])
 
     def emit(self, event: Event) -> None:
-        """Note what happened. Callers check first that there is a listener (`on`): else they make no event at all."""
+        """Note what happened."""
         self._pending.append(event)
 
     def drain(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from folovllm.engine.bad_words import forbidden_runs
 from folovllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
 from folovllm.engine.detokenizer_stream import make_stream_detokenizer
-from folovllm.engine.inputs import Prompt, PromptParts, encode, parse_prompt
-from folovllm.engine.require import is_whole, require
+from folovllm.engine.inputs import Prompt, encode, parse_prompt
+from folovllm.engine.no_text import NoText
+from folovllm.engine.prompt_forms import PromptParts
+from folovllm.engine.require import is_whole, require, require_text
 from folovllm.engine.setup import EngineSetup
 from folovllm.engine.spelling import Spelling
 from folovllm.models.files import eos_token_ids
@@ -21,10 +24,7 @@ if TYPE_CHECKING:
 
 
 class InputProcessor:
-    """Tokenizes, validates, and splits a request of `n` answers into `n` sequences.
-
-    What fits into the context fits into the cache: a cache in which a sequence of `max_model_len` tokens could not end is refused earlier.
-    """
+    """Tokenizes, validates, and splits a request of `n` answers into `n` sequences. What fits into the context fits into the cache."""
 
     def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase) -> None:
         self._setup = setup
@@ -39,28 +39,24 @@ class InputProcessor:
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
     ) -> list[Sequence]:
-        """Returns the sequences of a request, one for each answer: it is tokenized and checked here, once.
-
-        Raises:
-            ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1; or something is of
-                the wrong kind, or more than the engine allows.
-        """
+        """Returns the sequences of a request, one for each answer. Raises ValueError for a prompt or parameters that cannot be served."""
         require(isinstance(params, SamplingParams), f"sampling parameters are a SamplingParams, not {params!r}")
         fits = is_whole(priority) and -(2**63) <= priority < 2**63
         require(fits, f"priority must be a whole number from -2**63 to 2**63 - 1, not {priority!r}")
         params, parts = params.clone(), parse_prompt(prompt)  # the caller's own may change while the request runs
-        cache_salt = parts.cache_salt if cache_salt is None else cache_salt
-        require(cache_salt is None or _is_text(cache_salt), f"cache_salt must be a text, not {cache_salt!r}")
+        if (cache_salt := parts.cache_salt if cache_salt is None else cache_salt) is not None:
+            require_text("cache_salt", cache_salt)
         self.check_amounts(params)
         token_ids = self._tokenize(parts, params)
         self._validate(token_ids, params)
+        has_runs = params.bad_words or params.allowed_token_ids is not None
         room = self._setup.max_model_len - len(token_ids) + params.prompt_only
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            bad_words=self._bad_words(params),
+            bad_words=forbidden_runs(self._tokenizer, params, self.eos_token_ids) if has_runs else (),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=self.eos_token_ids,
             priority=priority,
@@ -74,26 +70,25 @@ class InputProcessor:
         return [Sequence(request, self._make_detokenizer(request.params), i) for i in range(request.params.n)]
 
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
+        if not params.detokenize:
+            return NoText()
         make = make_stream_detokenizer if self._setup.config.packed_steps else make_detokenizer
         detokenizer = make(self._tokenizer, params)
-        if params.detokenize and (params.logprobs, params.prompt_logprobs) != (None, None):
+        if (params.logprobs, params.prompt_logprobs) != (None, None):
             detokenizer.spelling = self._spelling
         return detokenizer
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if not params.bad_words and params.allowed_token_ids is None:
-            return ()
-        from folovllm.engine.bad_words import forbidden_runs  # here, for few requests have any
-
-        return forbidden_runs(self._tokenizer, params, self.eos_token_ids)
-
     def _tokenize(self, parts: PromptParts, params: SamplingParams) -> list[int]:
-        """The tokens of the prompt, or the end of it that the request wants to keep."""
         limit, text, keep = self._setup.max_model_len, parts.text or "", params.truncate_prompt_tokens
+        if keep is None and parts.token_ids is not None:
+            return parts.token_ids
+        if keep is None and len(text) <= limit:  # a token has a character or more, as a rule
+            return encode(self._tokenizer, text)
+        from folovllm.engine.long_prompts import encode_end, encode_within
+
         if keep is None:
-            return encode_within(limit, self._tokenizer, text) if parts.token_ids is None else parts.token_ids
-        token_ids = encode(self._tokenizer, text) if parts.token_ids is None else parts.token_ids
-        return token_ids[-(limit - 1 if keep == -1 else keep) :]
+            return encode_within(limit, self._tokenizer, text)
+        return encode_end(limit - 1 if keep == -1 else keep, self._tokenizer, parts)
 
     def check_amounts(self, params: SamplingParams) -> None:
         """Raise ValueError if a request asks for more of something than the engine gives."""
@@ -108,6 +103,8 @@ class InputProcessor:
             raise ValueError("the prompt is empty: give at least one token")
         limit, vocab_size = self._setup.max_model_len, self._setup.vocab_size
         if len(token_ids) >= limit + params.prompt_only:
+            from folovllm.engine.long_prompts import too_long
+
             raise too_long(str(len(token_ids)), limit)
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)
@@ -116,30 +113,3 @@ class InputProcessor:
             for token_id in getattr(params, name) or ():
                 says = f"{name} must lie between 0 and {vocab_size - 1}, and {token_id} does not"
                 require(0 <= token_id < vocab_size, says)
-
-
-def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
-    """As `encode`, but a text of far more than `limit` tokens is refused without reading it to its end.
-
-    Only the tokens around a cut depend on what comes after it, so twice the limit, and some, is far more.
-    """
-    enough = 2 * limit + 64
-    size = 4 * enough  # characters: about as many as English takes for that
-    while size < len(text):
-        if len(encode(tokenizer, text[:size], **options)) > enough:
-            raise too_long(f"more than {limit}", limit)
-        size *= 2
-    return encode(tokenizer, text, **options)
-
-
-def too_long(count: str, limit: int) -> ValueError:
-    """The error of a prompt that leaves no room for an answer."""
-    return ValueError(
-        f"the prompt has {count} tokens, and the context of {limit} leaves no room for an answer: "
-        "shorten it, or raise max_model_len"
-    )
-
-
-def _is_text(value: object) -> bool:
-    """Whether this is a string that has bytes: no lone surrogate in it."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)

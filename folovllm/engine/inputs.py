@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sized
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
+from folovllm.engine.prompt_forms import PromptParts, TextPrompt, TokensPrompt, parse_dict, token_ids_of
 from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-A_PROMPT = (
-    'a prompt is a string or a list of token ids (whole numbers), or one of them as {"prompt": ...} or '
-    '{"prompt_token_ids": ...}'
-)
-
-
-class TextPrompt(TypedDict):
-    """A text that is to be continued."""
-
-    prompt: str
-    cache_salt: NotRequired[str | None]
-
-
-class TokensPrompt(TypedDict):
-    """Token ids that are to be continued; `prompt`, their text, is only handed through to the output."""
-
-    prompt_token_ids: SequenceOf[int]
-    prompt: NotRequired[str | None]
-    cache_salt: NotRequired[str | None]
-
 
 Prompt = str | SequenceOf[int] | TextPrompt | TokensPrompt
-
-
-class PromptParts(NamedTuple):
-    """A prompt taken apart. One of `text` and `token_ids` is there at least; the ids count."""
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-    cache_salt: str | None = None
 
 
 class PromptRequest(NamedTuple):
@@ -57,24 +29,7 @@ def parse_prompt(prompt: Prompt) -> PromptParts:
     """Take a prompt apart. Raises ValueError if it is none, or brings something that no text model can use."""
     if isinstance(prompt, str):
         return PromptParts(text=prompt)
-    if not isinstance(prompt, Mapping):
-        return PromptParts(token_ids=_token_ids(prompt))
-    fields = {name: value for name, value in prompt.items() if value is not None}
-    text, ids, cache_salt = (fields.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
-    if fields:
-        raise ValueError(f"{next(iter(fields))!r} in a prompt is not supported: {A_PROMPT}")
-    if not isinstance(text, str | None) or (text is None and ids is None):
-        raise ValueError(A_PROMPT)
-    return PromptParts(text, None if ids is None else _token_ids(ids), cast("str | None", cache_salt))
-
-
-def _token_ids(ids: Any) -> list[int]:
-    try:
-        if isinstance(ids, str | bytes | Mapping):  # numbers, but hardly meant as ids
-            raise TypeError("not token ids")
-        return list(map(operator.index, ids))
-    except TypeError as error:
-        raise ValueError(A_PROMPT) from error
+    return parse_dict(prompt) if isinstance(prompt, Mapping) else PromptParts(token_ids=token_ids_of(prompt))
 
 
 def is_one_prompt(prompts: Prompt | SequenceOf[Prompt]) -> TypeGuard[Prompt]:
@@ -89,11 +44,7 @@ def as_requests(
     sampling_params: SamplingParams | SequenceOf[SamplingParams],
     priority: int | SequenceOf[int] = 0,
 ) -> list[PromptRequest]:
-    """The requests of a call with one prompt or a list of them; a flat list of numbers is one prompt.
-
-    Raises:
-        ValueError: parameters or priorities are neither one for all nor one for each prompt.
-    """
+    """The requests of a call; a flat list of numbers is one prompt. Raises ValueError unless there is one of each for all, or for each."""
     items = [prompts] if is_one_prompt(prompts) else list(cast("SequenceOf[Prompt]", prompts))
     params = _one_each(sampling_params, SamplingParams, len(items), "sampling_params", "a SamplingParams")
     priorities = _one_each(priority, int, len(items), "priority", "a whole number")

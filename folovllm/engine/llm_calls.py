@@ -8,10 +8,12 @@ from typing import Any
 
 from folovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from folovllm.engine.chat_template import Message, as_conversations, render
-from folovllm.engine.input_processor import encode_within
-from folovllm.engine.inputs import Prompt, PromptRequest, TokensPrompt, as_requests
+from folovllm.engine.inputs import Prompt, PromptRequest, as_requests
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.long_prompts import encode_within
+from folovllm.engine.prompt_forms import TokensPrompt
 from folovllm.engine.require import also_takes
+from folovllm.models.generation_defaults import generation_defaults
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import CALLS, require
 from folovllm.sampling_params import SamplingParams
@@ -23,6 +25,10 @@ class LLMCalls:
     engine: LLMEngine
     generate: Callable[..., list[RequestOutput]]
     _answer: Callable[[Sequence[PromptRequest], bool, Callable[[RequestOutput], object]], list[RequestOutput]]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of calls that pass none: those of the model's generation_config.json, else our defaults."""
+        return SamplingParams.from_optional(**generation_defaults(self.engine.setup.path))
 
     @property
     def tokenizer(self) -> Any:

@@ -6,9 +6,9 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -25,10 +25,11 @@ from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
 from folovllm.engine.snapshot import added
 from folovllm.executor.abstract import Executor
+from folovllm.learn import builders
 from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import STRUCTURED_OUTPUT, require
-from folovllm.request import Request, Sequence
+from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -36,23 +37,22 @@ class LLMEngine(EngineCalls):
     """Serves requests step by step; `LLM` wraps it for offline use.
 
     Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
-
-    Args:
-        config: all choices; or a `folovllm.compat.ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
     """
 
     def __init__(self, config: Any, **overrides: Any) -> None:
-        """Raises ValueError if `config` cannot be served; most causes are found before the weights are loaded."""
+        """Raises ValueError if `config` cannot be served. A `compat.ModelConfig` may have `overrides`: fields of `EngineConfig`."""
         if not isinstance(config, EngineConfig):
             config = config.for_engine(**overrides)
         elif overrides:
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
-        build.load_builders(config)
+        for name in config.builder_names:
+            builders.load(name)  # before any work
         self.setup = set_up(config)
         self.num_threads = use_threads(self.setup)
         self.tokenizer = load_tokenizer(self.setup.path, config)
-        # It reads files, which may be damaged: so before the weights.
-        self._processor = InputProcessor(self.setup, self.tokenizer)
+        self._processor = InputProcessor(
+            self.setup, self.tokenizer
+        )  # before the weights: it reads files, which may be damaged
         self.extension = build.make_extension(self.setup)
         executor = build.make_executor(self.setup, self.extension)
         self.core = build.make_core(self.setup, self.extension, executor)
@@ -92,7 +92,7 @@ class LLMEngine(EngineCalls):
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> None:
-        """Queue a request; it takes part from the next step on.
+        """Queue a request; it takes part from the next step on. If it raises, the engine keeps nothing of the request.
 
         Args:
             prompt: a text, token ids, or a `TextPrompt` or `TokensPrompt`.
@@ -101,21 +101,13 @@ class LLMEngine(EngineCalls):
             stream: report each token as it comes, in the form that `params.output_kind` names; False is FINAL_ONLY.
 
         Raises:
-            ValueError: the id is in use, or the request can never be served. If it raises, the engine keeps nothing of the request.
+            ValueError: the id is in use, or the request can never be served.
             RuntimeError: the engine was closed.
         """
         self._require_new(request_id)
         params = SamplingParams() if params is None else params
         seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
         self._add(seqs, params.output_kind if stream else RequestOutputKind.FINAL_ONLY)
-
-    def add_checked(self, request: Request) -> None:
-        """Queue a request that an `InputProcessor` of this model has checked, in another process say; it has one output, its last.
-
-        Raises what `add_request` raises.
-        """
-        self._require_new(request.request_id)
-        self._add(self._processor.sequences(request), RequestOutputKind.FINAL_ONLY)
 
     def _require_new(self, request_id: str) -> None:
         """Raise RuntimeError if the engine was closed, ValueError if it takes none or the id is in use."""
@@ -141,24 +133,6 @@ class LLMEngine(EngineCalls):
             self.core.end([request_id])
             raise
 
-    @overload
-    def abort_request(self, request_id: str) -> RequestOutput: ...  # type: ignore[overload-overlap]
-    @overload
-    def abort_request(self, request_id: Iterable[str]) -> list[RequestOutput]: ...
-    def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
-        """End a request at once and return what it has so far, with finish_reason "abort".
-
-        Of several ids, those that are not being served are skipped.
-
-        Raises:
-            ValueError: no request of this one id is being served.
-        """
-        if isinstance(request_id, str):
-            if request_id not in self.core.output.requests:
-                raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-            return self.core.output.report(self.core.end([request_id])[0])
-        return [self.core.output.report(state) for state in self.core.end(list(request_id))]
-
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work, or outputs to hand out."""
         return self.loop.has_unfinished_requests()
@@ -177,24 +151,20 @@ class LLMEngine(EngineCalls):
     def one_call(self) -> Iterator[None]:
         """The call that has the engine. Raises RuntimeError at once if another one has it, in a thread or around this one."""
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "the LLM serves another call, and one call at a time has the engine: wait until it has returned, or give it all prompts"
-            )
+            says = "wait until it has returned, or give it all prompts"
+            raise RuntimeError(f"the LLM serves another call, and one call at a time has the engine: {says}")
         try:
             yield
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """End all requests and give the memory of the model, and of a draft, back. A second call does nothing.
-
-        Raises RuntimeError beside a call of `generate` or the like.
-        """
+        """End all requests and free the memory of the model. A second call does nothing; beside another call it raises RuntimeError."""
         if self._is_closed:
             return
         with self.one_call():
             self._is_closed = True
-            self.abort_request(list(self.core.output.requests))
+            self.core.end(list(self.core.output.requests))
             if (connector := getattr(self.scheduler, "connector", None)) is not None:
                 connector.close()
             self.executor.shutdown()
@@ -209,6 +179,6 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     """Make an engine that no garbage collection stalls: it searches only what comes from here on."""
     engine = LLMEngine(config)
     gc.collect()
-    gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
+    gc.freeze()
     weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
     return engine

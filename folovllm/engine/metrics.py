@@ -23,15 +23,18 @@ from folovllm.engine.events import (
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import EngineSetup
 from folovllm.request import SequenceOutput
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.schedule import SchedulerOutput, StepResult
 
 
-def report_step(events: Events, scheduler: SchedulerLike, new: Iterable[SequenceOutput], **ended: Any) -> None:
-    """Tell listeners that a step has ended, and which sequences with it. `ended`: the other fields of its `StepEnded`."""
+def report_step(
+    events: Events, scheduler: SchedulerLike, new: Iterable[SequenceOutput], step: int, start: float, arrived: float, end: float,
+    output: SchedulerOutput, result: StepResult,
+) -> None:  # fmt: skip
+    """Tell listeners that a step has ended (`StepEnded`), and which sequences with it."""
     for source in events.sources:
         events.emit(source())
     used = 0 if scheduler.kv is None else scheduler.kv.num_used
-    events.emit(StepEnded(**ended, waiting=len(scheduler.waiting), kv_blocks_used=used))
+    events.emit(StepEnded(step, start, arrived, end, output, result, len(scheduler.waiting), used))
     for seq, _, status in new:
         if status is not None:
             events.emit(Finished(seq.seq_id, status.value))

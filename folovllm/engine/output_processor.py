@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from folovllm.engine.detokenizer import NoText
-from folovllm.engine.logprobs import chosen
-from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
+from folovllm.engine.logprobs import chosen, prompt_logprobs_of
+from folovllm.engine.no_text import without_text
+from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 
-logger = logging.getLogger("folovllm")
-PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 IS_FINISHED = attrgetter("status.is_finished")  # of a sequence; asked of each at each step
 
 
@@ -43,24 +40,19 @@ class OutputProcessor:
         return outputs
 
     def report(self, state: RequestState) -> RequestOutput:
-        """Return the output of a request. If it cannot be made, the log says why, and the request ends, with what can be said of it."""
+        """Return the output of a request. If it cannot be made, the log says why, and the request ends."""
         try:
             return state.output()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic in a tokenizer's Rust is no Exception
-            logger.exception("request %s ends: its output cannot be made", state.request_id)
-        self.requests.pop(state.request_id, None)
-        self._abort(*(seq for seq in state.seqs if not seq.status.is_finished))
-        return state.without_text()
+            self.requests.pop(state.request_id, None)
+            self._abort(*(seq for seq in state.seqs if not seq.status.is_finished))
+            return without_text(state)
 
 
 class RequestState:
-    """A request that is being served, and the part of it that was reported.
-
-    Attributes:
-        streams: whether there are outputs before the last.
-    """
+    """A request that is being served, and the part of it that was reported. `streams`: whether there are outputs before the last."""
 
     def __init__(self, request_id: str, seqs: list[Sequence], kind: RequestOutputKind, arrival: float) -> None:
         self.request_id = request_id
@@ -78,14 +70,6 @@ class RequestState:
         """Whether all answers are over."""
         return all(map(IS_FINISHED, self.seqs))
 
-    @property
-    def prompt_logprobs(self) -> PromptLogprobs:
-        """The log-probabilities of the prompt's tokens, None for the first. None if not requested, or not complete yet."""
-        seq = self.seqs[0]
-        if seq.params.prompt_logprobs is None or seq.num_unscored_tokens:
-            return None
-        return [None, *seq.prompt_logprobs]
-
     def note_progress(self, now: float) -> None:
         """Take the times of a step that ended `now`."""
         self.metrics.num_generated_tokens = sum(seq.num_output_tokens for seq in self.seqs)
@@ -101,18 +85,13 @@ class RequestState:
                 answer.update([], has_ended=True)
         self.note_progress(now)
 
-    def without_text(self) -> RequestOutput:
-        """The request as aborted: its tokens, and no text, which may be what cannot be made."""
-        for answer in self.answers:
-            answer.seq.status, answer.seq.detokenizer = SequenceStatus.FINISHED_ABORTED, NoText()
-            answer.update([], has_ended=True)
-        return self.output()
-
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
+        first, m, prompt_logprobs = self.seqs[0], self.metrics, None
         finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
-        prompt_logprobs, m = None if deltas_alone and self._prompt_was_scored else self.prompt_logprobs, self.metrics
-        self._prompt_was_scored |= prompt_logprobs is not None
+        if first.params.prompt_logprobs is not None and not (deltas_alone and self._prompt_was_scored):
+            prompt_logprobs = prompt_logprobs_of(first)
+            self._prompt_was_scored = prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -122,7 +101,7 @@ class RequestState:
             metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
-            num_cached_tokens=getattr(self.seqs[0].prefix, "num_hit_tokens", None) or 0,
+            num_cached_tokens=getattr(first.prefix, "num_hit_tokens", None) or 0,
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -131,9 +110,8 @@ class Answer:
     """One answer of a request, and how much of it was reported.
 
     Attributes:
-        token_ids, num_tokens: those that it was told of. new_token_ids: of these the ones that were not reported.
-        num_chars: characters that were reported.
-        has_news: whether there are such tokens, or an end, that were not reported. has_ended: whether it ended.
+        token_ids, num_tokens: all so far. new_token_ids: those that were not reported. num_chars: characters that were.
+        has_news: whether tokens, or the end, were not reported. has_ended: whether it ended.
     """
 
     def __init__(self, seq: Sequence) -> None:
@@ -179,10 +157,7 @@ class Answer:
 
 
 def num_visible_chars(seq: Sequence) -> int:
-    """How many characters of the text are final: no later token can take them back.
-
-    While an answer grows, its last characters may turn out to begin a stop string, so that many are held back.
-    """
+    """How many characters of the text are final. The last ones of a growing answer may turn out to begin a stop string."""
     detokenizer = seq.detokenizer
     if seq.status.is_finished:
         if ended_by_token(seq) and not seq.params.include_stop_str_in_output:

@@ -37,6 +37,12 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def require_text(name: str, value: Any) -> None:
+    """Raise a ValueError unless `value` is a string that has bytes: no lone surrogate in it."""
+    fits = isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+    require(fits, f"{name} must be a text, not {value!r}")
+
+
 def is_whole(value: Any) -> bool:
     """Whether it is a whole number of any library's; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -45,8 +51,7 @@ def is_whole(value: Any) -> bool:
 def check_fields(kind: type, values: Mapping[str, Any], limits: Mapping[str, Limits] | None = None) -> None:
     """Raise ValueError for the value of a dataclass's field that is not of its type, or outside its limits.
 
-    A field whose annotation allows None may be None. Whole numbers without limits are counts: at least 1. Fractions without
-    limits, and other types than numbers, texts and switches, are not looked at any closer.
+    Whole numbers without limits are counts: at least 1. Other types than numbers, texts and switches are not checked.
     """
     for own in fields(kind):
         annotation, _, may_be_none = str(own.type).partition(" | ")
@@ -63,11 +68,7 @@ def check_fields(kind: type, values: Mapping[str, Any], limits: Mapping[str, Lim
 
 
 def also_takes(table: str) -> Callable[[T], T]:
-    """Decorate a function, or a class for its constructor, to take the arguments of a table of `vllm_arguments`, too.
-
-    Raises:
-        ValueError: by what is decorated, for one of them whose value would change something.
-    """
+    """Decorate a function or a class to take the arguments of a table of `vllm_arguments`, too: a ValueError if one changes something."""
 
     def decorate(target: T) -> T:
         inner: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]

@@ -13,7 +13,8 @@ import numpy as np
 
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.events import Aborted, Admitted, Budget, Preempted, Refused, StepBegan
-from folovllm.engine.sampling_spec import sampling_spec, scores_of
+from folovllm.engine.logprobs import scores_of
+from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import Aborted, Admitted, Refused, StepBegan
-from folovllm.engine.sampling_spec import sampling_spec, scores_of
+from folovllm.engine.logprobs import scores_of
+from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
@@ -60,7 +61,7 @@ class SerialScheduler:
         start, end = seq.num_computed_tokens, seq.num_tokens
         sampling = None if start else sampling_spec(seq)  # with its first step
         seq.num_computed_tokens = end
-        scores = scores_of(seq, start, end)
+        scores = None if seq.params.prompt_logprobs is None else scores_of(seq, start, end)
         return ScheduledSequence(
             seq_id=seq.seq_id, row=0, start=start, end=end, token_ids=seq.tokens(start, end),
             new_blocks=(), first_new_block=0, num_samples=1, sampling=sampling, scores=scores,

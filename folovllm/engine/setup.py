@@ -1,4 +1,4 @@
-"""What is known before a weight is loaded, and decided then: an `EngineConfig` that met a model and a machine."""
+"""What is decided before a weight is loaded: an `EngineConfig` that met a model and a machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("folovllm")
 
 @dataclass(slots=True, frozen=True)
 class EngineSetup:
-    """Every choice of an engine: nothing is left open."""
+    """Every choice of an engine."""
 
     config: EngineConfig
     path: Path
@@ -42,11 +42,6 @@ class EngineSetup:
     block_size: int  # tokens a block, or a slot, holds
 
     @property
-    def num_layers(self) -> int:
-        """L: decoder layers."""
-        return int(self.hf_config.num_hidden_layers)
-
-    @property
     def vocab_size(self) -> int:
         """V: rows of the embedding, the bound of all token ids."""
         return int(self.hf_config.vocab_size)
@@ -54,12 +49,12 @@ class EngineSetup:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes over all layers, on one rank."""
-        a, layers = self.attention, self.num_layers - num_linear_of(self.hf_config)
+        a, layers = self.attention, self.hf_config.num_hidden_layers - num_linear_of(self.hf_config)
         return 2 * layers * a.num_kv_heads * a.head_dim * (a.kv_dtype or self.dtype).itemsize
 
 
 def set_up(config: EngineConfig) -> EngineSetup:
-    """Decide what `config` left open. Raises ValueError, before any work, if the configuration cannot be served."""
+    """Decide what `config` left open. Raises ValueError if the configuration cannot be served."""
     from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
 
     path = resolve_model(config.model)
@@ -95,10 +90,10 @@ def set_up(config: EngineConfig) -> EngineSetup:
     backend, block_size = _choose_attention(config, attention, max_model_len)
     if config.max_model_len is None:
         logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, num_positions(hf_config))
+    budget = config.resolve_max_num_batched_tokens(max_model_len)
     return EngineSetup(
-        config=config, path=path, hf_config=hf_config, device=device, dtype=dtype, max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.resolve_max_num_batched_tokens(max_model_len), attention=replace(attention, block_size=block_size), backend=backend,
-        block_size=block_size,
+        config, path, hf_config, device, dtype, max_model_len, config.max_num_seqs, budget,
+        replace(attention, block_size=block_size), backend, block_size,
     )  # fmt: skip
 
 
@@ -131,10 +126,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:
-    """The dtype requested; "auto" is float32 on CPU and the checkpoint's own on a GPU.
-
-    A card without instructions for bfloat16 gets float16 by "auto"; a request for bfloat16 is a ValueError there.
-    """
+    """The dtype requested; "auto" is float32 on CPU and the checkpoint's own on a GPU, or float16 where a card lacks bfloat16."""
     if name == "auto" and device.type == "cpu":
         return torch.float32
     own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.bfloat16

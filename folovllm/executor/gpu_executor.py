@@ -13,8 +13,6 @@ from folovllm.worker.gpu_worker import GPUWorker
 
 @dataclass(slots=True, frozen=True)
 class Completed:
-    """A step that has run."""
-
     result: StepResult
 
     def wait(self) -> StepResult:
@@ -31,7 +29,7 @@ class GPUExecutor:
 
     @property
     def num_kv_blocks(self) -> int:
-        """Number of blocks (or slots) of the KV cache; 0 where each sequence has its own growing cache."""
+        """Number of blocks (or slots) of the KV cache; 0 where it grows."""
         return self._worker.num_kv_blocks
 
     def submit(self, output: SchedulerOutput) -> Completed:

@@ -22,8 +22,10 @@ MASKS = -1  # the first number of masks; a step's is its number of sequences
 CALL: Int32 = np.array([-2], np.int32)  # a function to call comes through the rank's own connection
 
 
-def encode_step(step: PackedStep) -> Int32:
-    """Encode a packed step: a header, then the same buffer that a device receives."""
+def encode_step(step: PackedStep | TokenBitmasks) -> Int32:
+    """Encode a packed step (a header, then the same buffer that a device receives), or bitmasks."""
+    if isinstance(step, TokenBitmasks):
+        return np.concatenate([np.array([MASKS, len(step.rows)], np.int32), step.rows, step.bits.ravel()])
     sampling_updates, flags = step.sampling_updates, (step.is_special, step.has_memory, step.defers_sampling)
     header = [
         step.num_seqs,
@@ -36,13 +38,8 @@ def encode_step(step: PackedStep) -> Int32:
     return step.flatten(header)
 
 
-def encode_masks(masks: TokenBitmasks) -> Int32:
-    """Encode masks as numbers."""
-    return np.concatenate([np.array([MASKS, len(masks.rows)], np.int32), masks.rows, masks.bits.ravel()])
-
-
 def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
-    """Decode what `encode_step` or `encode_masks` encoded."""
+    """Decode what `encode_step` encoded."""
     if message[0] == MASKS:
         rows, bits = np.split(message[2:], [int(message[1])])
         return TokenBitmasks(rows, bits.reshape(len(rows), -1))

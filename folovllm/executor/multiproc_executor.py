@@ -24,7 +24,6 @@ from folovllm.executor.messages import (
     CALL,
     STOP,
     decode_result,
-    encode_masks,
     encode_step,
     longest_messages,
 )
@@ -249,7 +248,7 @@ class MultiprocExecutor(PackedExecutor):
         if isinstance(step, PackedStep) and step.defers_sampling:
             self._write(encode_step(step))
             return None
-        return self._ask(encode_masks(step) if isinstance(step, TokenBitmasks) else encode_step(step))
+        return self._ask(encode_step(step))
 
     def _ask(self, message: Int32) -> RemoteStep:
         self._write(message)

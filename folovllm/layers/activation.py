@@ -14,12 +14,3 @@ class SiluAndMul(nn.Module):
         """[T, 2I] -> [T, I]: silu(first half) * second half."""
         gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
         return F.silu(gate) * up
-
-
-class GeluAndMul(nn.Module):
-    """GEGLU's, of the same paper, with GELU as tanh approximates it."""
-
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2I] -> [T, I]: gelu(first half) * second half."""
-        gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
-        return F.gelu(gate, approximate="tanh") * up

@@ -21,14 +21,14 @@ Replacements = Mapping[Any, Callable[..., nn.Module]]  # a class of layers -> wh
 class LayerSet:
     """A model asks this set for each of its layers, and for its linear method. Layers never change their kind.
 
-    The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them. Of a
-    quantized checkpoint `quantized` gives each layer's linear method by its name; what is within `prefix` is being built.
+    The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them.
 
-    A model with layers of its own asks two things more. With `kernels`, they should be made of kernels where they have some:
-    a step may be captured, so no layer may read on the host what the device computed. `counters`, where it is not None,
-    takes tensors by name in which the model counts as it runs (`ModelRunner.clear_counters`): int64, and zero after the warm-up.
-    A step may sample up to `most_samples` tokens of one sequence. Where that is more than 1, the sequence may go on from any of
-    its new tokens but the first: the next step's `seq_lens` say from which.
+    Attributes:
+        quantized: each layer's linear method by its name, of a quantized checkpoint. prefix: what is being built.
+        kernels: layers should be kernels where there are some, and read nothing on the host: a step may be captured.
+        counters: int64 tensors by name in which the model counts as it runs (`ModelRunner.clear_counters`).
+        most_samples: tokens that a step may sample of one sequence. With more than 1 it may go on from any of its new tokens
+            but the first: the next step's `seq_lens` say from which.
     """
 
     replacements: Replacements = field(default_factory=dict)

@@ -1,7 +1,4 @@
-"""Linear layers, and the linear methods that create, load and apply their weights (strategy pattern).
-
-The layers are named for the dimension along which several GPUs will share them; on one rank they are whole.
-"""
+"""Linear layers, named for how GPUs will share them, and the linear methods that create, load and apply their weights."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose
 class LinearMethod(ABC):
     """How W [outputs, inputs] is stored, loaded and used; one object serves all layers and holds no weight.
 
-    A new linear method is a subclass of `layers.fusable.FusableLinearMethod` with `create`, `weight_views` and
-    `product`. The bias is the layer's own business. `kind` is the last part of a tensor's name in the checkpoint: "weight",
-    "bias", "weight_scale".
+    A new one is a subclass of `layers.fusable.FusableLinearMethod`. `kind` is the last part of a tensor's name in the
+    checkpoint: "weight", "bias", "weight_scale".
     """
 
     @abstractmethod
@@ -72,11 +68,10 @@ PLAIN = Plain()
 class LinearBase(nn.Module):
     """y = x W^T + b, with W [sum(output_sizes), input_size], stored on the layer as its `linear_method` has it.
 
-    With several `output_sizes` it is several layers that read the same input, stacked: one large matrix product instead
-    of several small ones. The weights are uninitialised until a checkpoint fills them.
+    Several `output_sizes` are several layers that read the same input, stacked: one large product instead of small ones.
     """
 
-    weight: torch.Tensor  # what most linear methods call their parameter
+    weight: torch.Tensor  # what most linear methods call their parameter, uninitialised until a checkpoint fills it
     scale: torch.Tensor  # a weight is its quantized value times this
     columns: torch.Tensor | None  # factors [inputs] of `x` that could not be folded into quantized weights
     dtype: torch.dtype  # of `x`, where the weight has another
@@ -120,13 +115,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """The query, key and value projections, stacked in this order."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool = False,
         linear_method: LinearMethod = PLAIN,
-    ) -> None:
+    ) -> None:  # fmt: skip
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
         super().__init__(hidden_size, sizes, bias, linear_method)

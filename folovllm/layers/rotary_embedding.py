@@ -48,11 +48,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rope_frequencies(config: PretrainedConfig, head_dim: int) -> torch.Tensor:
-    """The angle a position adds to each pair, theta^(-2i/D): [D/2], float32, falling from 1.
-
-    Raises:
-        UnsupportedModel: the config asks for a kind of RoPE that is not built in (`rope_scaling.SCALINGS` are, and plain).
-    """
+    """The angle a position adds to each pair, theta^(-2i/D): [D/2], float32. Raises UnsupportedModel for an unknown kind of RoPE."""
     parameters = rope_parameters(config)
     exponent = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     frequencies = 1.0 / (parameters["rope_theta"] ** exponent)

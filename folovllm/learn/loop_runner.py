@@ -13,6 +13,7 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.sample.logprobs import score_hidden
 from folovllm.sample.sampler import Sampler, SamplerOutput
 from folovllm.step.schedule import Logprobs, SchedulerOutput, StepResult, one_each
 from folovllm.worker.serial_model_runner import SerialModelRunner, single_sequence_batch
@@ -108,11 +109,12 @@ class LoopRunner(SerialModelRunner):
         batch = single_sequence_batch(np.asarray(token_ids, np.int32), start, self._setup.device)
         hidden = self.model(batch)
         if self._scores is None:
-            self._scores = self._score(self._output, hidden, batch)
+            step = self._output.scheduled_seqs
+            self._scores = {} if step[0].scores is None else score_hidden(self.model, step, hidden, batch)
         return self.model.compute_logits(hidden, batch)[0]
 
     def _sample(self, logits: torch.Tensor) -> int:
         (scheduled,) = self._output.scheduled_seqs
-        row, position, masks = [scheduled.row], [scheduled.end], self._output.masks
-        self._sampled = self._sampling_rows.sample(logits[None], row, position, masks=masks)
+        row, position, extras = [scheduled.row], [scheduled.end], self._output.extras
+        self._sampled = self._sampling_rows.sample(logits[None], row, position, extras=extras)
         return self._sampled.token_ids[0]

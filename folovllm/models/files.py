@@ -13,62 +13,43 @@ import torch
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.models.messages import in_one_line, printable
-from folovllm.models.model_config import UnsupportedModel, num_kv_heads_of
+from folovllm.models.model_config import UnsupportedModel
 from folovllm.models.quick_start import TOO_LONG, PlainConfig, QuickTokenizer
-from folovllm.plugins import DOWNLOADS, MODELS
-from folovllm.sampling_params import SamplingParams
+from folovllm.plugins import DOWNLOADS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parent.parent / "assets"
-NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-MOST_LAYERS = 10_000
-SIZES = ("_size", "_dim", "_heads", "_experts", "_per_tok")  # how fields end that make tensors large
 
 
 class UnreadableFile(ValueError):
     """A user's file is at fault. The sentence names the file or its folder."""
 
 
+# An unwritten exercise or a full device is not the file's fault; an `UnreadableFile` has its sentence already.
+NOT_THE_FILE = (UnreadableFile, UnsupportedModel, NotImplementedError, torch.OutOfMemoryError)
+NOT_THE_FILE += (KeyboardInterrupt, SystemExit, GeneratorExit)  # type: ignore[assignment]
+
+
 @contextmanager
 def reading(what: object, key: str = "") -> Iterator[None]:
-    """Turn what a library raises while a user's file is read into one sentence with its name. The cause stays attached.
+    """Turn what a library raises while a user's file is read into an `UnreadableFile`, one sentence with its name.
 
-    Libraries raise nearly everything there is at a damaged file; those in Rust also panic, which is no `Exception`. An
-    unwritten exercise and a full device are not the file's fault, and pass.
-
-    Args:
-        what: the file, or what is read from it.
-        key: the field or tensor that is read, for messages that do not name it.
-
-    Raises:
-        UnreadableFile: something went wrong. One from within the block is passed on as it is.
+    `what`: the file, or what is read from it. `key`: the field or tensor that is read, for messages that do not name it.
     """
     try:
         yield
-    except (
-        UnreadableFile,
-        UnsupportedModel,
-        NotImplementedError,
-        torch.OutOfMemoryError,
-        KeyboardInterrupt,
-        SystemExit,
-        GeneratorExit,
-    ):
+    except NOT_THE_FILE:
         raise
-    except BaseException as error:
+    except BaseException as error:  # a panic in a library's Rust is no Exception
         message = in_one_line(error)
         field = "" if key in message else f"{printable(key, 100)}: "
         raise UnreadableFile(f"cannot read {what}: {field}{message}") from error
 
 
 def resolve_model(name: str) -> Path:
-    """Find the folder that holds a model: embedded, local, or what `sources.fetch` returns.
-
-    Raises:
-        ValueError: there is no such folder and the hub cannot give it.
-    """
+    """Find the folder that holds a model: embedded, local, or what `sources.fetch` returns. Raises ValueError if there is none."""
     if not name:
         raise ValueError('a model has no name: give a folder, a hub id, or an embedded one, say "stories-5m"')
     if os.path.isfile(ASSETS / name / "config.json"):  # `Path.is_file` raises for a name that is too long
@@ -84,34 +65,18 @@ def resolve_model(name: str) -> Path:
 
 
 def load_hf_config(path: Path, config: EngineConfig) -> Any:
-    """The model's `PretrainedConfig`, or a `PlainConfig` with its fields.
-
-    Raises:
-        ValueError: it cannot be read, or is of no model that serves text.
-    """
+    """The model's `PretrainedConfig`, or a `PlainConfig`. Raises ValueError if it cannot be read, or is of no model that serves text."""
     with reading(f"the configuration in {path}"):
         fields = read_json(path / "config.json")
-        for each in (fields, fields.get("text_config")):  # transformers makes lists of this length
-            layers = each.get("num_hidden_layers") if isinstance(each, dict) else None
-            if isinstance(layers, int) and layers > MOST_LAYERS:
-                raise ValueError(f"num_hidden_layers is {layers}, and must be at most {MOST_LAYERS:,}")
-        if path.parent == ASSETS and config.model_impl == "native" and fields["model_type"] == "qwen3":
+        if path.parent != ASSETS:
+            from folovllm.models.checked_config import checked_config  # here, for the embedded ones are in order
+
+            return checked_config(path, fields, config.trust_remote_code)
+        if config.model_impl == "native" and fields["model_type"] == "qwen3":
             return PlainConfig(**fields)
         from transformers import AutoConfig  # here, for that takes seconds
 
-        hf_config = text_part(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
-        if absent := [name for name in NEEDED if getattr(hf_config, name, None) is None]:
-            raise ValueError(f"config.json lacks {', '.join(absent)}: it is not the configuration of a decoder of text")
-        if odd := [name for name in NEEDED if not 0 < getattr(hf_config, name) < 2**31]:
-            raise ValueError(f"{odd[0]} is {getattr(hf_config, odd[0])}")
-        for name, value in vars(hf_config).items():
-            is_low = name == "sliding_window" and isinstance(value, int) and value < 0
-            if is_low or (name.endswith(SIZES) and isinstance(value, int) and value >= 2**31):
-                raise ValueError(f"{name} is {value}")
-        heads, kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
-        if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    return hf_config
+        return AutoConfig.from_pretrained(path)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -123,20 +88,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} must hold an object {{...}}")
     return content
-
-
-def text_part(hf_config: Any) -> Any:
-    """The configuration of the part that writes text, of a model that reads images as well; else `hf_config`.
-
-    Only for an elective's models: their classes say which tensors of such a checkpoint they leave out.
-    """
-    text, names = getattr(hf_config, "text_config", None), getattr(hf_config, "architectures", None) or []
-    names = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
-    if text is None or MODELS.keys().isdisjoint(names):
-        return hf_config
-    shared = {"architectures": names, "quantization_config": getattr(hf_config, "quantization_config", None)}
-    text.update({name: value for name, value in shared.items() if value is not None})
-    return text
 
 
 def tokenizer_folder(path: Path) -> Path:
@@ -162,18 +113,6 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
 def full_tokenizer(tokenizer: Any) -> Any:
     """transformers' tokenizer, for what must have the very object."""
     return tokenizer.full if isinstance(tokenizer, QuickTokenizer) else tokenizer
-
-
-def generation_defaults(path: Path) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that the model recommends. Anything else that it recommends is left out."""
-    file = path / "generation_config.json"
-    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    names["max_new_tokens"] = "max_tokens"
-    with reading(file):
-        fields = read_json(file) if file.is_file() else {}
-        found = {ours: fields[theirs] for theirs, ours in names.items() if fields.get(theirs) is not None}
-        SamplingParams(**found)
-    return found
 
 
 def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

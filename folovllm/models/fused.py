@@ -14,8 +14,9 @@ from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.kernels.skinny_linear import is_supported, skinny_linear
 from folovllm.kernels.summed_linear import can_handle, summed_linear
-from folovllm.layers.activation import GeluAndMul, SiluAndMul
+from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.fusable import FusablePlain
+from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from folovllm.layers.activation import GeluAndMul
+from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding

@@ -25,7 +25,7 @@ from folovllm.models.model_config import (
     num_kv_heads_of,
     num_positions,
     windows_of,
-)
+)  # fmt: skip
 from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -52,10 +52,8 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = layers.make(
             QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.linear_method_of("self_attn.qkv_proj")
         )
-        self.o_proj = layers.make(
-            RowParallelLinear, self.num_heads * self.head_dim, config.hidden_size, output_bias,
-            layers.linear_method_of("self_attn.o_proj"),
-        )  # fmt: skip
+        inner, method = self.num_heads * self.head_dim, layers.linear_method_of("self_attn.o_proj")
+        self.o_proj = layers.make(RowParallelLinear, inner, config.hidden_size, output_bias, method)
         self.rope = rope
         self.attn = Attention(window)
 
@@ -71,10 +69,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(self.attn(query, batch).flatten(1))
 
     def prepare(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Rotate queries and keys, cache keys and values: [T, (Hq + 2 Hkv) D] -> the queries, [T, Hq, D].
-
-        The one step here that a fused kernel may replace.
-        """
+        """Rotate queries and keys, cache keys and values: [T, (Hq + 2 Hkv) D] -> the queries, [T, Hq, D]."""
         query, key, value = self.split_heads(qkv)
         query, key = self.rope(batch.positions, query, key)
         self.attn.store(key, value, batch)
@@ -111,8 +106,8 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each on a normalised copy of the residual stream and added back to it.
 
-    An addition waits for the norm that follows it, so that one kernel can do both: what travels from layer to layer is
-    the last block's output and the stream it has yet to be added to.
+    An addition waits for the norm that follows it, so that one kernel can do both: a layer passes on its output and the
+    stream that it has yet to be added to.
     """
 
     def __init__(self, config: PretrainedConfig, attention: LlamaAttention, layers: LayerSet) -> None:
@@ -141,17 +136,13 @@ class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        attention_classes: Sequence[Callable[..., Any]],
-        layers: LayerSet,
-        max_model_len: int,
+        self, config: PretrainedConfig, attention_of: Sequence[Callable[..., Any]], layers: LayerSet, max_model_len: int
     ) -> None:
-        """`attention_classes`: what makes the attention of each layer."""
+        """`attention_of`: what makes the attention of each layer."""
         super().__init__()
         self.embed_tokens = layers.make(VocabParallelEmbedding, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()
-        each = zip(attention_classes, self.ropes(config, layers, max_model_len), windows_of(config), strict=True)
+        each = zip(attention_of, self.ropes(config, layers, max_model_len), windows_of(config), strict=True)
         for i, (attention_class, rope, window) in enumerate(each):
             inner = layers.within(f"model.layers.{i}")
             attention = layers.make(attention_class, config, rope, inner, window)
@@ -161,10 +152,8 @@ class LlamaModel(nn.Module):
     @staticmethod
     def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
         """Return the table of angles of each layer: one that all share."""
-        frequencies = rope_frequencies(config, head_dim_of(config))
-        return [
-            layers.make(RotaryEmbedding, frequencies, max_model_len, rope_amplitude(config))
-        ] * config.num_hidden_layers
+        frequencies, amplitude = rope_frequencies(config, head_dim_of(config)), rope_amplitude(config)
+        return [layers.make(RotaryEmbedding, frequencies, max_model_len, amplitude)] * config.num_hidden_layers
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> what the first layer gets, [T, H]."""
@@ -187,11 +176,8 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     renamed: ClassVar[dict[str, str]] = {}  # parts of names in the checkpoint: what they are called here
-    shard: ClassVar[Callable[..., torch.Tensor] | None] = (
-        None  # if a family has tensors of its own (`load_sharded_model`)
-    )
-    # Brings a tensor of the checkpoint, by its name, into the order of this model, where that is another one.
-    reorder: Callable[[str, Weight], torch.Tensor] | None = None
+    shard: ClassVar[Callable[..., torch.Tensor] | None] = None  # of tensors that a family alone has
+    reorder: Callable[[str, Weight], torch.Tensor] | None = None  # (name, tensor) -> in this model's order
     takes_experts: ClassVar[bool] = False  # whether mixtures of experts may stand in the places of its MLPs
     mtp_head: ClassVar[type[nn.Module] | None] = None  # a `DraftHead`, if the family's checkpoints hold one that drafts
 

@@ -18,7 +18,7 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
 from folovllm.models.files import read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.messages import torch_names
+from folovllm.models.messages import some_of, torch_names
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -26,8 +26,7 @@ IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unle
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
 Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
-# A tensor's name, and the tensor as it is stored -> the part to keep, in the model's order.
-Shard = Callable[[str, Any], torch.Tensor]
+Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor as it is stored -> the part to keep
 
 
 def load_native_model(
@@ -36,10 +35,7 @@ def load_native_model(
     into: LlamaForCausalLM | None = None,
     weights: Path | Tensors | None = None,
 ) -> LlamaForCausalLM:
-    """Build the model on its device, then load its weights, or initialize them with `random_weights`.
-
-    A model that exists (`into`) gets the `weights` of another checkpoint.
-    """
+    """Build the model on its device, then load its weights. A model that exists (`into`) gets other `weights`."""
     model = into or built(setup, setup.hf_config, layers)
     if setup.config.random_weights and weights is None:
         from folovllm.models.random_weights import init_random_weights
@@ -51,7 +47,7 @@ def load_native_model(
 
 
 def built(setup: EngineSetup, hf_config: Any, layers: LayerSet) -> LlamaForCausalLM:
-    """Return the empty model, or a rank's shard of it. Raises ValueError, which names the folder, if there is no such model, or no room."""
+    """Return the empty model, or a rank's shard of it. Raises ValueError, which names the folder."""
     with reading(f"the model in {setup.path}"):
         return build_model(hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
 
@@ -59,16 +55,14 @@ def built(setup: EngineSetup, hf_config: Any, layers: LayerSet) -> LlamaForCausa
 def load_model(
     model: LlamaForCausalLM, path: Path | Tensors, use_tqdm: bool = True, shard: Shard | None = None
 ) -> None:
-    """Fill `model` from the checkpoint in folder `path`, straight into its (merged) parameters.
+    """Fill `model` from the checkpoint in folder `path`, or from names and tensors, straight into its (merged) parameters.
 
-    Each tensor is read from the memory-mapped file and copied where it belongs, converted to the parameter's dtype on
-    the way, so the weights are never in memory twice. With `shard`, only the part that it picks is read; without, the model
-    may `reorder` its rows. Instead of a path, names and tensors may be given. A model that is full gets other weights in
-    place: addresses of plain weights stay.
+    Each tensor is copied from the memory-mapped file where it belongs, so the weights are never in memory twice. With
+    `shard`, only the part that it picks is read. A model that is full gets other weights in place: addresses stay.
 
     Raises:
-        ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape, coded
-            otherwise than its linear method has it, or not finite (the message names it).
+        ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape or kind of
+            number, or not finite (the message names it).
     """
     places = checkpoint_places(model)
     linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
@@ -84,9 +78,8 @@ def load_model(
 
         source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.local_tensors)
     extra = []
-    with tqdm(
-        total=len(places), desc="Loading weights", unit="tensor", disable=None if use_tqdm else True, delay=1
-    ) as progress:
+    hidden = None if use_tqdm else True
+    with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=hidden, delay=1) as progress:
         for name, tensor in tensors:
             if name not in places:
                 extra.append((name, tensor))
@@ -172,10 +165,7 @@ def pop_destination(name: str, shape: torch.Size, places: dict[str, Destination]
 
 
 def require_finite(name: str, weight: torch.Tensor) -> None:
-    """Raise ValueError if a weight holds NaN or infinity: every answer would be the first token, again and again.
-
-    Asked when a model is loaded, so that no step pays for it; extremes take one pass, as the copy did, and no memory.
-    """
+    """Raise ValueError if a weight holds NaN or infinity: every answer would be the first token, again and again."""
     if weight.dtype == torch.float8_e4m3fn:  # it has no infinity, and two bytes that are NaN
         finite = (weight.view(torch.uint8) & 0x7F).amax() != 0x7F
     else:
@@ -194,7 +184,7 @@ def require_float_weights(files: list[Path]) -> None:
 
 
 def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None:
-    """Raise ValueError if a weight's numbers are other codes than its linear method, or none, has. Masks are allowed."""
+    """Raise ValueError if a weight's numbers are not what its linear method stores. Masks are allowed."""
     module, _, kind = name.rpartition(".")
     wanted = linear_methods.get(module, PLAIN).stored(kind)
     if dtype in wanted or (wanted == FLOATS and not name.endswith(IN_FLOATS)):
@@ -216,10 +206,9 @@ def checkpoint_files(path: Path) -> list[Path]:
                 raise ValueError(f"it names {outside[0]!r}, which must be the name of a file in the same folder")
     files = [path / name for name in sorted(names)]
     if absent := [file.name for file in files if not file.is_file()]:
-        raise ValueError(
-            f"no {', '.join(absent)} in {path}: only safetensors are loaded, never pickles (.bin, .pt), which can run "
-            "code. If the checkpoint has no safetensors, convert it with transformers' save_pretrained"
-        )
+        says = "only safetensors are loaded, never pickles (.bin, .pt), which can run code"
+        convert = "If the checkpoint has no safetensors, convert it with transformers' save_pretrained"
+        raise ValueError(f"no {', '.join(absent)} in {path}: {says}. {convert}")
     return files
 
 
@@ -233,10 +222,7 @@ def opened(file: Path) -> Iterator[Any]:
 def read_tensors(
     path: Path, linear_methods: LinearMethods, shard: Shard | None, local_tensors: Callable[..., Tensors]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
-
-    `local_tensors` says what the model calls a tensor, or each part of it; the rest is not read.
-    """
+    """Name and tensor, one after the other, each a view of the memory-mapped file. `local_tensors` says what the model calls it."""
     for file in checkpoint_files(path):
         with opened(file) as handle:
             for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
@@ -245,8 +231,3 @@ def read_tensors(
                     for name, tensor in local_tensors(stored_name, handle.get_tensor(stored_name)):
                         require_stored(name, dtype, linear_methods)
                         yield name, tensor if shard is None else shard(name, tensor)
-
-
-def some_of(names: Iterable[str]) -> str:
-    listed = sorted(set(names))
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

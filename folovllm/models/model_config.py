@@ -35,12 +35,9 @@ def hidden_act_of(config: PretrainedConfig) -> str | None:
 
 
 def windows_of(config: PretrainedConfig) -> list[int | None]:
-    """How many tokens a token sees in each layer, itself included; None: all before it, also by way of a state.
+    """How many tokens a token sees in each layer, itself included; None: all before it. Raises ValueError for another kind of layer.
 
     `layer_types` says which layers slide. Without it all do, if `sliding_window` is given.
-
-    Raises:
-        ValueError: a layer attends in another way.
     """
     window, count = getattr(config, "sliding_window", None) or None, config.num_hidden_layers
     kinds = (getattr(config, "layer_types", None) or [SLIDING] * count)[:count]
@@ -62,10 +59,7 @@ def window_of(config: PretrainedConfig) -> int | None:
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
-    """`rope_theta`, `rope_type` and what else the type needs, from either place a config may keep them.
-
-    transformers 5 has one dict `rope_parameters`; transformers 4 had `rope_theta` and, beside it, `rope_scaling`.
-    """
+    """`rope_theta`, `rope_type` and what else the type needs, as transformers 5 keeps them, or as transformers 4 did."""
     modern: dict[str, Any] | None = getattr(config, "rope_parameters", None)
     scaling: dict[str, Any] = getattr(config, "rope_scaling", None) or {}
     return modern or {"rope_theta": getattr(config, "rope_theta", 10000.0), **scaling}

@@ -16,18 +16,11 @@ class PlainConfig(SimpleNamespace):
     """The fields that the engine reads of a `PretrainedConfig`, under the same names."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields."""
         return dict(vars(self))
 
 
 class QuickTokenizer:
-    """Encodes and decodes as transformers' tokenizer of these files, and is that tokenizer for all else.
-
-    The library `tokenizers` does the work of most models' tokenizers; what transformers puts around it takes up to 6 s to be
-    imported. A chat template or a list of special tokens needs transformers' tokenizer, which is loaded then.
-
-    The `backend_tokenizer` is a copy of the one in there: neither sees what is changed at the other.
-    """
+    """Encodes and decodes by the library `tokenizers`, as transformers' tokenizer does, and is that tokenizer for all else."""
 
     def __init__(self, where: Path, eos_token: str) -> None:
         self.backend_tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
@@ -35,7 +28,7 @@ class QuickTokenizer:
         self._where = where
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Other threads run meanwhile, which they do not while `Tokenizer.encode` does."""
+        """The token ids of a text. A batch, since other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
         (encoding,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -49,7 +42,6 @@ class QuickTokenizer:
 
     @cached_property
     def full(self) -> Any:
-        """transformers' tokenizer."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self._where)
@@ -60,7 +52,6 @@ class QuickTokenizer:
         return len(self.full)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What transformers' tokenizer returns."""
         return self.full(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

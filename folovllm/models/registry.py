@@ -34,10 +34,7 @@ PLAIN_LAYERS = LayerSet()
 
 
 def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = None) -> Quantization | None:
-    """Return what knows the model's quantization; None where neither the model nor `config` asks for one.
-
-    Raises ValueError if one of them does, and the package is not installed.
-    """
+    """Return what knows the model's quantization; None where neither the model nor `config` asks for one."""
     in_config = config is not None and "quantization" in config.extras
     if not in_config and getattr(hf_config, "quantization_config", None) is None:
         return None
@@ -46,13 +43,9 @@ def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = N
 
 
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
-    """Return the class of the first known name among `hf_config.architectures`, the core's or an elective's. It is imported here.
+    """Return the class of the first known name among `hf_config.architectures`, with experts where it takes some and the model has some.
 
-    Where the class `takes_experts` and the model has some, it is that class with experts in the places of MLPs.
-
-    Raises:
-        UnsupportedModel: none of them is known.
-        ValueError: its package is not installed.
+    Raises UnsupportedModel if none is known, ValueError if its package is not installed.
     """
     names: list[str] = getattr(hf_config, "architectures", None) or []
     known = ARCHITECTURES | MODELS
@@ -67,7 +60,7 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     else:
         found = require(f"{MODELS[name]}:{name}", f"a model of architecture {name}")
     if found.takes_experts and num_experts_of(hf_config):
-        found = require(EXPERTS, f"a model of architecture {name} with experts")(found)
+        found = require(EXPERTS, f"a model of architecture {name} with experts").with_experts(found)
     return found
 
 
@@ -80,13 +73,9 @@ def build_model(
 ) -> LlamaForCausalLM:
     """The model on `device` in `dtype`, its weights uninitialised: `load_model` or `init_random_weights` comes next.
 
-    Args:
-        max_model_len: positions that it must know; by default all that the config allows, which may be millions.
-        layers: what it is built from. The linear method of quantized layers is what `hf_config.quantization_config` says.
+    `max_model_len`: positions that it must know; by default all that the config allows, which may be millions.
 
-    Raises:
-        UnsupportedModel: an unknown architecture, or a feature of the config that no layer here has.
-        ValueError: the config is another model's, or the weights are quantized in a way that is not supported.
+    Raises UnsupportedModel for what no class or layer here has, ValueError for another mistake in the configuration.
     """
     try:
         model_class = get_model_class(hf_config)
@@ -99,16 +88,9 @@ def build_model(
         with torch.device(device), default_dtype(dtype):
             return model_class(hf_config, layers, max_model_len).requires_grad_(False).eval()
     except UnsupportedModel as error:
+        from folovllm.models.unsupported import who_runs_it
+
         raise UnsupportedModel(f"{error}{who_runs_it(hf_config)}") from error
-
-
-def who_runs_it(hf_config: PretrainedConfig) -> str:
-    """Return the end of a sentence: it says so if `transformers`, and so M1, has this model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(hf_config, "model_type", ""))
-    known = name in (getattr(hf_config, "architectures", None) or [])
-    return '; milestone="m1" runs it, through transformers' if known else ""
 
 
 @contextmanager

@@ -28,16 +28,6 @@ def linear_shapes(config: PretrainedConfig) -> Shapes:
     return attention
 
 
-def expert_shapes(config: PretrainedConfig) -> Shapes:
-    """The same of one expert, which stands for all; none in a model without."""
-    return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
-
-
-def expert_size_of(config: PretrainedConfig) -> int:
-    """I of one expert. Qwen's configs keep it beside that of a dense MLP, Mixtral's in its place."""
-    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
-
-
 def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
     """The three matrices of an MLP."""
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}

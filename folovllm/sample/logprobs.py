@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from folovllm.step.schedule import Logprobs, ScheduledSequence, Scores, tokens_to_score
+from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.schedule import Logprobs, ScheduledSequence
+from folovllm.step.scores import Scores, tokens_to_score
 
 SCORED_AT_ONCE = 1 << 22  # logits; with their temporaries about 100 MB
 
@@ -49,6 +52,17 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Sampl
     return SampledLogprobs(ids, values, (logprobs >= values[:, :1]).sum(-1))
 
 
+def logprobs_of_rows(logits: torch.Tensor, tokens: list[int], counts: Sequence[int | None]) -> list[Logprobs | None]:
+    """Return the sampled token and so many most likely ones of each row of `logits` [S, V]; None where the count is None."""
+    wanted = {i: count for i, count in enumerate(counts) if count is not None}
+    at = torch.tensor(list(wanted), device=logits.device)
+    found = gather_logprobs(logits[at], torch.tensor(tokens, device=logits.device)[at], max(wanted.values()))
+    rows: list[Logprobs | None] = [None] * len(counts)
+    for n, (i, count) in enumerate(wanted.items()):
+        rows[i] = found.of(n, count)
+    return rows
+
+
 def score(
     logits_after: Callable[[torch.Tensor], torch.Tensor],
     after: torch.Tensor,
@@ -84,6 +98,18 @@ def score_prompts(
     _, after, tokens, counts = torch.tensor(wanted, device=device).T
     found = score(logits_after, after, tokens, int(counts.max()), vocab_size)
     return by_sequence(found.to_host(), wanted)
+
+
+def score_hidden(
+    model: Any, scheduled_seqs: Sequence[ScheduledSequence], hidden: torch.Tensor, batch: ForwardBatch
+) -> dict[int, list[Logprobs]]:
+    """As `score_prompts`, from the hidden states [T, H] that an unsharded model has computed of the step."""
+
+    def logits_after(at: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model.compute_logits(hidden, replace(batch, logits_indices=at))
+        return logits
+
+    return score_prompts(scheduled_seqs, logits_after, len(model.lm_head.weight), hidden.device)
 
 
 def score_in_pieces(

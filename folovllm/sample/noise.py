@@ -1,7 +1,6 @@
-"""The engine's only source of randomness: a function of (seed, position, token id).
+"""The engine's only source of randomness: a function of (seed, position, token id), with no state.
 
-It keeps no state. So a request samples the same tokens alone or in a batch, before and after preemption, at every milestone
-and on any number of ranks.
+So a request samples the same tokens alone or in a batch, after preemption, at every milestone and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +15,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def philox_4x32_10(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
     """Philox-4x32 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    Args:
-        counter: four int64 tensors of one (broadcast) shape that hold 32-bit words.
-        key: two int64 tensors likewise.
-
-    Returns:
-        Four int64 tensors of random 32-bit words.
+    Returns four int64 tensors of random 32-bit words, from four such `counter` words and two `key` words of one (broadcast) shape.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -39,12 +33,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first
     Token id `v` takes output `v % 4` of the block with counter (v // 4, position, 0, 0) under the key (low and high
     word of the seed). Adding a half to 23 random bits excludes 0 and 1 in float32.
 
-    Args:
-        seeds: [S] int64. positions: [S] int64, index of the token to sample in its sequence.
-        first_id: token id of column 0, a multiple of 4 (a rank's share of the vocabulary).
-
-    Returns:
-        [S, V] float32.
+    Seeds and positions [S] int64 -> [S, V] float32. `first_id`: token id of column 0, a multiple of 4 (a rank's share).
     """
     block = first_id // 4 + torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]  # [1, V/4]
     seeds, positions = seeds[:, None], positions[:, None]

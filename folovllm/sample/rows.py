@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
-from folovllm.sample.sampler_state import SamplerState
+from folovllm.sample.sampler_state import SamplerState, sample_adjusted
 from folovllm.sample.sampling_row import pack_rows
-from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.schedule import SamplingSpec
+from folovllm.step.schedule import Extras, SamplingSpec
 
 
 class SamplingRows:
@@ -37,24 +36,15 @@ class SamplingRows:
         rows: Sequence[int],
         positions: Sequence[int],
         counts: Sequence[int] | None = None,
-        masks: TokenBitmasks | None = None,
+        extras: Extras | None = None,
     ) -> SamplerOutput:
         """Sample a token for each of `rows` from its logits [S, V], at its position in the sequence, and record the tokens.
 
-        `counts`: 0 where the token is not part of the answer; None: all are. `masks`: of those of the `rows` that have a grammar.
+        `counts`: 0 where the token is not part of the answer; None: all are. `extras`: those of the step, which may have bitmasks.
         """
-        specs = [self._specs[row] for row in rows]
-        batch = SamplingBatch.from_specs(specs, positions, self._device)
-        if self._state is None or not any(spec.adjusts_logits for spec in specs):
+        specs, device = [self._specs[row] for row in rows], self._device
+        batch = SamplingBatch.from_specs(specs, positions, device)
+        state = self._state
+        if state is None or not any(spec.adjusts_logits for spec in specs):
             return self._sampler(logits, batch)
-        state, on = (
-            self._state,
-            self._device,
-        )  # penalties and forbidden tokens: M6's table; without them M1 never comes here
-        if masks is not None:
-            state.set_masks(torch.from_numpy(masks.places(rows)).to(on), torch.from_numpy(masks.bits).to(on))
-        row_ids, at = (torch.tensor(list(values), dtype=torch.int32, device=on) for values in (rows, positions))
-        sampled = self._sampler(logits, batch, state.adjust(logits, row_ids, at))
-        counted = None if counts is None else torch.tensor(list(counts), device=on)
-        state.record(torch.tensor(sampled.token_ids, device=on), row_ids, at, counted)
-        return sampled
+        return sample_adjusted(state, self._sampler, batch, logits, rows, positions, counts, extras)

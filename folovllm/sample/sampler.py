@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
-from folovllm.sample.logprobs import gather_logprobs
+from folovllm.sample.logprobs import logprobs_of_rows
 from folovllm.sample.noise import gumbel
 from folovllm.step.schedule import Logprobs, SamplingSpec
 
@@ -24,15 +24,13 @@ class SamplingBatch:
     min_p: torch.Tensor | None = None  # [S]
     top_k: torch.Tensor | None = None  # [S]
     top_p: torch.Tensor | None = None  # [S]
-    specs: SequenceOf[SamplingSpec] = ()  # [S]; they say which rows want log-probabilities
+    specs: Sequence[SamplingSpec] = ()  # [S]; they say which rows want log-probabilities
 
     @classmethod
-    def from_specs(
-        cls, specs: SequenceOf[SamplingSpec], positions: SequenceOf[int], device: torch.device
-    ) -> SamplingBatch:
+    def from_specs(cls, specs: Sequence[SamplingSpec], positions: Sequence[int], device: torch.device) -> SamplingBatch:
         """Gather the parameters of the rows' requests."""
 
-        def row(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def row(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return cls(
@@ -49,8 +47,6 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """A token for each row."""
-
     token_ids: list[int]  # [S]
     logprobs: list[Logprobs | None]  # [S]; None if the request wants none
 
@@ -64,7 +60,9 @@ class Sampler:
         """Sample a token for each row of `logits` [S, V], or of the `adjusted` logits if requests change logits or forbid tokens."""
         raw = logits.float()
         tokens = self.sample(raw if adjusted is None else adjusted, batch).tolist()
-        return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.specs))
+        if all(spec.logprobs is None for spec in batch.specs):
+            return SamplerOutput(tokens, [None] * len(tokens))
+        return SamplerOutput(tokens, logprobs_of_rows(raw, tokens, [spec.logprobs for spec in batch.specs]))
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Filter adjusted `logits` [S, V] (`SamplerState.adjust`), and sample a token a row, [S]."""
@@ -100,14 +98,3 @@ class Sampler:
             return logits.argmax(-1)
         noise = gumbel(batch.seeds, batch.positions, logits.shape[-1])  # [S, V]
         return (logits + noise * (batch.temperature > 0)[:, None]).argmax(-1)
-
-    def logprobs(self, raw: torch.Tensor, tokens: list[int], specs: SequenceOf[SamplingSpec]) -> list[Logprobs | None]:
-        """Return the most likely tokens under the model's own distribution, for the rows that want them."""
-        rows: list[Logprobs | None] = [None] * len(specs)
-        counts = {i: spec.logprobs for i, spec in enumerate(specs) if spec.logprobs is not None}
-        if counts:
-            at = torch.tensor(list(counts), device=raw.device)
-            found = gather_logprobs(raw[at], torch.tensor(tokens, device=raw.device)[at], max(counts.values()))
-            for n, (i, k) in enumerate(counts.items()):
-                rows[i] = found.of(n, k)
-        return rows

@@ -15,11 +15,12 @@ row with a grammar samples. Nothing here waits for a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
 from folovllm.sample.sampling_row import (
     ALLOWED,
     BAD_ENDS_AT,
@@ -43,6 +44,8 @@ from folovllm.sample.sampling_row import (
     line_width,
     mask_width,
 )
+from folovllm.step.bitmasks import MASKS, TokenBitmasks
+from folovllm.step.schedule import Extras
 
 if TYPE_CHECKING:
     from folovllm.kernels.filter_logits import FilterWorkspace
@@ -197,6 +200,28 @@ class SamplerState:
         is_early = positions[:, None] < fields[:, RowField.FREE_FROM]
         forbidden = (word & COMPLETES != 0) | ((word & ENDS != 0) & is_early)
         return adjusted.masked_fill(forbidden | ((flags & ONLY_ALLOWED != 0) & (word & ALLOWED == 0)), -torch.inf)
+
+
+def sample_adjusted(
+    state: SamplerState,
+    sampler: Sampler,
+    batch: SamplingBatch,
+    logits: torch.Tensor,
+    rows: Sequence[int],
+    positions: Sequence[int],
+    counts: Sequence[int] | None,
+    extras: Extras | None,
+) -> SamplerOutput:
+    """Sample on the host for rows of which some have penalties, forbidden tokens or a bitmask: see `SamplingRows.sample`."""
+    device = logits.device
+    if extras is not None and MASKS in extras:
+        allowed = TokenBitmasks.from_index(extras[MASKS], rows)
+        state.set_masks(torch.from_numpy(allowed.places(rows)).to(device), torch.from_numpy(allowed.bits).to(device))
+    row_ids, at = (torch.tensor(list(values), dtype=torch.int32, device=device) for values in (rows, positions))
+    sampled = sampler(logits, batch, state.adjust(logits, row_ids, at))
+    counted = None if counts is None else torch.tensor(list(counts), device=device)
+    state.record(torch.tensor(sampled.token_ids, device=device), row_ids, at, counted)
+    return sampled
 
 
 def seeds_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

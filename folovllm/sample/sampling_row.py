@@ -106,10 +106,15 @@ def pack_rows(specs: Mapping[int, SamplingSpec]) -> SamplingUpdate:
     return SamplingUpdate(np.concatenate(parts).astype(np.int32), len(ordered), len(lines))
 
 
+def has_filters(spec: SamplingSpec) -> bool:
+    """Return whether top-k, top-p or min-p applies."""
+    return not spec.greedy and (spec.top_k > 0 or spec.top_p < 1 or spec.min_p > 0)
+
+
 def flags_of(spec: SamplingSpec) -> int:
     """Return the FLAGS of a row."""
     return (
-        FILTERS * spec.has_filters
+        FILTERS * has_filters(spec)
         + MASK * spec.has_grammar
         + WORDS * spec.has_words
         + ONLY_ALLOWED * (spec.allowed is not None)
@@ -139,7 +144,7 @@ def row_line(spec: SamplingSpec) -> Int32:
         IN_PROMPT: seen[: spec.num_prompt_tokens],
         ENDS: spec.forbidden,
         ALLOWED: spec.allowed or (),
-        COMPLETES: about_to_end(spec.bad_words, spec.answer),
+        COMPLETES: about_to_end(spec.bad_words, spec.history[spec.num_prompt_tokens :]),
     }
     tokens_of = {bit: np.asarray(tokens, np.int64) for bit, tokens in marked.items()}
     sampled, counts = np.unique(seen[spec.num_prompt_tokens :].astype(np.int64), return_counts=True)
@@ -167,7 +172,7 @@ def _bad_words(spec: SamplingSpec) -> list[Int32]:
     """Return the columns and values [2, E] of the bad words, and of the newest tokens of the answer."""
     words, end = spec.bad_words, len(spec.history)
     ends, tokens = np.cumsum([len(word) for word in words]), np.concatenate(words)
-    recent = np.arange(end - min(len(spec.answer), max(map(len, words)) - 1), end)
+    recent = np.arange(end - min(end - spec.num_prompt_tokens, max(map(len, words)) - 1), end)
     return [
         np.stack([BAD_ENDS_AT + np.arange(len(ends)), ends]),
         np.stack([BAD_TOKENS_AT + np.arange(len(tokens)), tokens]),

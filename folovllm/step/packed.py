@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from folovllm.sample.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
 from folovllm.sample.sampling_row import Int32 as Int32  # for those who import it from here
-from folovllm.step.schedule import Extras, SamplingSpec, ScheduledSequence, SchedulerOutput, tokens_to_score
+from folovllm.step.schedule import Extras, SamplingSpec, ScheduledSequence, SchedulerOutput
+from folovllm.step.scores import tokens_to_score
 
 if TYPE_CHECKING:
     import torch

@@ -1,18 +1,15 @@
-"""The records of a step: the scheduler sends what to compute and how to sample, and the device returns what it sampled.
-
-None of them refers to a `Sequence`.
-"""
+"""The records of a step, down to the device and up again. None of them refers to a `Sequence`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.bitmasks import MASKS, TokenBitmasks
+from folovllm.step.scores import Scores
 
 Int32 = npt.NDArray[np.int32]
 TokenIds = Int32
@@ -23,7 +20,7 @@ Extras = Mapping[str, Int32]
 
 
 class NothingScheduled(RuntimeError):
-    """A step has no scheduled sequences although requests wait. Without this error the engine would loop for ever."""
+    """A step has no scheduled sequences although requests wait: the engine would loop for ever."""
 
     def __init__(self) -> None:
         super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
@@ -36,10 +33,7 @@ def no_tokens() -> TokenIds:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SamplingSpec:
-    """How to sample the tokens of one sequence. It is sent once, in the sequence's first step in a row.
-
-    It does not hold the position of the token to sample. `ScheduledSequence.end` does.
-    """
+    """How to sample the tokens of one sequence, sent once, in its first step in a row. `ScheduledSequence.end` is the position."""
 
     seed: int = 0
     temperature: float = 1.0  # 0 is greedy
@@ -77,26 +71,8 @@ class SamplingSpec:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits change or tokens are forbidden before temperature and filters. Only then `SamplerState.adjust` is needed."""
+        """Whether logits change or tokens are forbidden before temperature and filters."""
         return self.has_words or self.has_grammar
-
-    @property
-    def answer(self) -> TokenIds:
-        """The part of the history after the prompt."""
-        return self.history[self.num_prompt_tokens :]
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether top-k, top-p or min-p applies."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-
-class Scores(NamedTuple):
-    """Prompt tokens whose log-probabilities the request wants and this step computes."""
-
-    first: int  # index in the sequence's new tokens of the token before the first of `token_ids`
-    token_ids: TokenIds  # [n] int32, a view
-    num_top: int  # most likely tokens to report beside each
 
 
 class ScheduledSequence(NamedTuple):
@@ -122,17 +98,6 @@ class ScheduledSequence(NamedTuple):
         return f"ScheduledSequence(seq {self.seq_id}, row {self.row}: tokens {self.start} to {self.end}, {self.num_samples} sampled)"
 
 
-def tokens_to_score(scheduled_seqs: Sequence[ScheduledSequence]) -> list[tuple[int, int, int, int]]:
-    """Return four numbers for each prompt token to score: sequence index, index in the step of the token before it, id, `num_top`."""
-    wanted, start = [], 0
-    for i, scheduled in enumerate(scheduled_seqs):
-        if (scores := scheduled.scores) is not None:
-            ids = enumerate(scores.token_ids.tolist(), start + scores.first)
-            wanted += [(i, after, token, scores.num_top) for after, token in ids]
-        start += scheduled.num_new_tokens
-    return wanted
-
-
 @dataclass(slots=True, frozen=True)
 class SchedulerOutput:
     """One step: scheduled sequences, decodes first."""
@@ -140,13 +105,6 @@ class SchedulerOutput:
     scheduled_seqs: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[int, ...] = ()  # `seq_id`s of sequences whose cache this step took
     extras: Extras | None = None  # most steps have none, and cost nothing more
-
-    @property
-    def masks(self) -> TokenBitmasks | None:
-        """The bitmasks of its samples, if it has any."""
-        if self.extras is None or MASKS not in self.extras:
-            return None
-        return TokenBitmasks.from_index(self.extras[MASKS], [scheduled.row for scheduled in self.scheduled_seqs])
 
     @property
     def num_tokens(self) -> int:
@@ -165,7 +123,6 @@ class StepResult:
     token_ids: list[list[int]]  # [S]
     # By sequence index, for requests that want them: the entries of `ScheduledSequence.scores`, then one a sampled token.
     logprobs: dict[int, list[Logprobs]]
-    broken: tuple[int, ...] = ()  # indices of sequences that no token can follow: they are aborted
 
 
 def one_each(
@@ -174,13 +131,8 @@ def one_each(
     logprobs: list[Logprobs | None],
     scores: dict[int, list[Logprobs]] | None = None,
 ) -> StepResult:
-    """Return the result of a step that sampled one token for every row [S]. Tokens in the middle of a prompt are dropped.
-
-    `scores`: the log-probabilities for `ScheduledSequence.scores`, by index of the scheduled sequence.
-    """
-    sampled = [
-        [token] if scheduled.num_samples else [] for scheduled, token in zip(scheduled_seqs, token_ids, strict=True)
-    ]
+    """Return the result of a step that sampled a token for every row [S], dropped in the middle of a prompt. `scores`: by index."""
+    sampled = [[token] if each.num_samples else [] for each, token in zip(scheduled_seqs, token_ids, strict=True)]
     asked = scores or {}
     for i, row in enumerate(logprobs):
         if row is not None and scheduled_seqs[i].num_samples:

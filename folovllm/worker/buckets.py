@@ -35,7 +35,6 @@ from folovllm.step.packed import (
 
 TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072)  # larger steps are bound by the GPU
 DECODES = (0, 16, 64)  # and `max_num_seqs`
-DRAFT_TOKENS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class Bucket(NamedTuple):
@@ -88,11 +87,6 @@ def prompt_bucket(num_tokens: int, num_decodes: int) -> Bucket:
     return Bucket(num_tokens, num_decodes, num_others, num_decodes + num_others)
 
 
-def draft_bucket(num_tokens: int) -> Bucket:
-    """Return the bucket for steps with drafts: up to `num_tokens` tokens, and as many sequences and samples."""
-    return Bucket(num_tokens, 0, num_tokens + 1, num_tokens, num_tokens)
-
-
 def prompt_buckets(max_num_seqs: int, budget: int) -> list[Bucket]:
     """Return the buckets for steps with prompts of up to `budget` tokens, small ones first."""
     tokens = [n for n in TOKENS if n < budget] + [budget] * (budget <= TOKENS[-1])
@@ -100,21 +94,14 @@ def prompt_buckets(max_num_seqs: int, budget: int) -> list[Bucket]:
     return [prompt_bucket(t, d) for t in tokens for d in decodes if d <= t]
 
 
-def draft_buckets(num_samples: int) -> list[Bucket]:
-    """Return the buckets for steps with drafts of up to `num_samples` samples, small ones first."""
-    last = min(num_samples, DRAFT_TOKENS[-1])
-    return [draft_bucket(n) for n in (*[n for n in DRAFT_TOKENS if n < last], last)]
-
-
-def buckets_for(setup: EngineSetup, num_drafted: int) -> list[Bucket]:
+def buckets_for(setup: EngineSetup, more: list[Bucket]) -> list[Bucket]:
     """Return the buckets to capture beside those of decodes. There are none on a CPU, where launches cost little."""
-    return every_bucket(setup, num_drafted) if setup.device.type == "cuda" else []
+    return every_bucket(setup, more) if setup.device.type == "cuda" else []
 
 
-def every_bucket(setup: EngineSetup, num_drafted: int) -> list[Bucket]:
-    """Return all buckets but those of decodes. `num_drafted`: the most samples of a step with drafts; 0 without drafts."""
-    prompts = prompt_buckets(setup.max_num_seqs, setup.max_num_batched_tokens)
-    return prompts + (draft_buckets(num_drafted) if num_drafted else [])
+def every_bucket(setup: EngineSetup, more: list[Bucket]) -> list[Bucket]:
+    """Return all buckets but those of decodes: those for steps with prompts, and `more`, for steps with drafts."""
+    return prompt_buckets(setup.max_num_seqs, setup.max_num_batched_tokens) + more
 
 
 def pad(step: PackedStep, bucket: Bucket, padding_row: int) -> Int32:

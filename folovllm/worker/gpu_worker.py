@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import torch
 
-Step = TypeVar("Step")
-Result = TypeVar("Result")
-StepIn = TypeVar("StepIn", contravariant=True)
-ResultOut = TypeVar("ResultOut", covariant=True)
-
-
-class Runner(Protocol[StepIn, ResultOut]):
-    """Runs a step, packed or not. It returns the tokens, or a step in flight that will have them."""
-
-    def load_model(self) -> None:
-        """Load the weights."""
-
-    def initialize_kv_cache(self) -> int:
-        """Allocate the KV cache; returns its number of blocks."""
-
-    def execute_model(self, step: StepIn, /) -> ResultOut:
-        """Compute the scheduled tokens and sample the next ones."""
+from folovllm.worker.runner import Result, Runner, Step
 
 
 class GPUWorker(Generic[Step, Result]):
-    """Sets the device up, and passes steps to the runner.
-
-    CUDA keeps the current device per thread, so each call sets it. An engine may be built in one thread and stepped in
-    another, and two engines may use different devices.
-    """
+    """Sets the device up, and passes steps to the runner. CUDA keeps the current device per thread, so each call sets it."""
 
     def __init__(self, device: torch.device, runner: Runner[Step, Result]) -> None:
         self._device = device
@@ -40,13 +20,9 @@ class GPUWorker(Generic[Step, Result]):
         self.state: dict[str, Any] = {}  # what functions of `Executor.collective_rpc` keep between two calls
 
     def load_model(self) -> None:
-        """Load the weights, then allocate the KV cache.
-
-        First torch's free memory goes back to the card. Otherwise weights could land in the freed cache of a closed engine,
-        which is one piece: then torch could not release the rest of it, and the memory profile would not see it.
-        """
+        """Load the weights, then allocate the KV cache."""
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # else weights could land in a closed engine's cache, which torch would then never release
             # On Hopper PyTorch prefers cuDNN, which plans 35 ms for every new number of keys, so for every token.
             torch.backends.cuda.enable_cudnn_sdp(False)
         with self.current:
@@ -60,5 +36,5 @@ class GPUWorker(Generic[Step, Result]):
 
     @property
     def current(self) -> torch.cuda.device | nullcontext[None]:
-        """A context in which the worker's device is the current one. It is new each time: torch's may leave with another device."""
+        """A context in which the worker's device is the current one; a new one each time."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

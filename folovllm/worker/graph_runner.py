@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.plugins import CALIBRATION, require
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs, score
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step.bitmasks import TokenBitmasks
@@ -34,7 +35,7 @@ from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, Verifier, result_of
 from folovllm.worker.step_graph import GraphPool, GraphStore, HostRing, StepGraph
 from folovllm.worker.step_sampler import StepSampler
-from folovllm.worker.warm_up import late_draft, small_steps, steps_with_drafts
+from folovllm.worker.warm_up import small_steps
 
 logger = logging.getLogger("folovllm")
 
@@ -103,8 +104,8 @@ class GraphRunner:
         # Several ranks run the work before the capture: a capture of a sum's first call was never tried on several GPUs.
         self._graph_pool = GraphPool(device, self._has_dry_run and setup.config.tensor_parallel_size == 1)
         self._late: Computed | None = None  # the step that waits for its `TokenBitmasks`
-        self._num_drafted = 0 if verifier is None else verifier.num_samples
-        self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # of the step
+        num_samples = rows + (0 if verifier is None else verifier.num_samples)
+        self._tokens = torch.zeros(num_samples, dtype=torch.int64, device=device)  # of the step
         # Results of captured steps: logits [R, V], and hidden states [R, H] of steps that are no decodes.
         self._logits = self._last_hidden = torch.empty(0)
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
@@ -155,7 +156,8 @@ class GraphRunner:
 
     def _wanted(self) -> list[Bucket]:
         """Return the buckets to capture beside those of decodes."""
-        return buckets_for(self._setup, self._num_drafted) if self._runner.supports_prompt_graph() else []
+        more = [] if self._verifier is None else self._verifier.buckets()
+        return buckets_for(self._setup, more) if self._runner.supports_prompt_graph() else []
 
     def _reserve_results(self, buckets: list[Bucket]) -> None:
         """Allocate the results of captured steps, before the cache takes the free memory."""
@@ -176,7 +178,7 @@ class GraphRunner:
         """
         setup = self._setup
         if setup.config.extras.get("calculate_kv_scales"):
-            self._runner.calculate_kv_scales()
+            require(CALIBRATION, "calculate_kv_scales")(self._runner)
         self._runner.warmup_model()
         self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
         self.compile_kernels()
@@ -192,17 +194,11 @@ class GraphRunner:
 
     def compile_kernels(self) -> None:
         """Run small steps eagerly, so that their kernels are compiled before the first request."""
-        self._warm_up(small_steps(self._setup))
+        self.warm_up(small_steps(self._setup))
         if self._verifier is not None:
-            self._warm_up(steps_with_drafts(self._setup, self._num_drafted))
-            with torch.inference_mode():
-                step, masks = late_draft(self._setup)
-                self.execute_model(step)
-                pending = self.execute_model(masks)
-                assert pending is not None
-                pending.wait()
+            self._verifier.warm_up(self)
 
-    def _warm_up(self, steps: Iterable[SchedulerOutput]) -> None:
+    def warm_up(self, steps: Iterable[SchedulerOutput]) -> None:
         """Run steps and wait for each of them."""
         packer = StepPacker(self._setup.max_num_seqs, [])
         with torch.inference_mode():
@@ -262,7 +258,7 @@ class GraphRunner:
             computed, self._late = self._late, None
             self._sample(computed, step)
             return self._sent(computed)
-        if not step.extras.size:
+        if not step.extras.size or self._runner.states is None:
             return self._begin(step)
         extras, rows = unpack_extras(step.extras), step.fields[Field.ROW]
         self._runner.states.load(extras, rows)

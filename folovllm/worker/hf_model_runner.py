@@ -14,6 +14,7 @@ from transformers.utils import logging as hf_logging
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
+from folovllm.models.messages import what_is_wrong
 from folovllm.models.registry import quantization_of
 from folovllm.sample.logprobs import score_in_pieces
 from folovllm.sample.rows import SamplingRows
@@ -24,14 +25,13 @@ from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
 @contextmanager
 def progress_bars(wanted: bool) -> Iterator[None]:
     """A context in which transformers shows its progress bars, if they are wanted, in a terminal."""
-    if (wanted and sys.stderr.isatty()) or not hf_logging.is_progress_bar_enabled():
-        yield
-        return
-    hf_logging.disable_progress_bar()
+    if hidden := hf_logging.is_progress_bar_enabled() and not (wanted and sys.stderr.isatty()):
+        hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        hf_logging.enable_progress_bar()
+        if hidden:
+            hf_logging.enable_progress_bar()
 
 
 class HFModelRunner:
@@ -59,13 +59,8 @@ class HFModelRunner:
                 output_loading_info=True,
                 trust_remote_code=setup.config.trust_remote_code,
             )
-        if report["missing_keys"]:  # transformers would make them up
-            raise ValueError(f"the checkpoint in {setup.path} lacks {', '.join(sorted(report['missing_keys'])[:5])}")
-        if report["mismatched_keys"]:
-            name, stored, wanted = min(report["mismatched_keys"])
-            raise ValueError(
-                f"{name!r} has shape {list(stored)}, the model expects {list(wanted)}: {setup.path} is damaged"
-            )
+        if report["missing_keys"] or report["mismatched_keys"]:  # transformers would make them up
+            raise ValueError(what_is_wrong(report, setup.path))
         if quantization is not None:
             quantization.finish_decoded(model, setup.path, setup.dtype)
         for name, parameter in model.named_parameters():
@@ -89,7 +84,7 @@ class HFModelRunner:
             logits = self._logits(input_ids, 1)[:, -1]  # [1, V]
         else:
             logits, scores[0] = score_in_pieces(self._logits, input_ids, scheduled.scores, self._setup.vocab_size)
-        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], masks=output.masks)
+        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], extras=output.extras)
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:

@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.backends.registry import make_backend
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
-from folovllm.layers.state_layer import StatePool
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import Tensors
-from folovllm.plugins import CALIBRATION, require
+from folovllm.models.model_config import num_linear_of
+from folovllm.plugins import CALIBRATION, STATE_POOL, require
 from folovllm.sample.logprobs import score_prompts
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
@@ -26,6 +24,7 @@ from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import free_memory, num_blocks_that_fit, require_memory_of_rows
+from folovllm.worker.runner import StepHook
 from folovllm.worker.warm_up import dummy_seqs, small_steps
 
 logger = logging.getLogger("folovllm")
@@ -56,15 +55,20 @@ class ModelRunner:
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self.model = self._load()
-        self.states = StatePool(self._setup, self.model, free_memory(self._setup.device))
-        self._bind_backends()
+        self.states: StepHook | None = None  # of a model with linear attention
+        if num_linear_of(self._setup.hf_config):
+            self.states = require(STATE_POOL, "linear attention")(
+                self._setup, self.model, free_memory(self._setup.device)
+            )
+        self.bind_backends()
 
     def load_weights(self, weights: Path | Tensors | None) -> None:
         """Give the model other weights, in place; None: those of the start."""
         self._load(into=self.model, weights=weights)
-        self._bind_backends()
+        self.bind_backends()
 
-    def _bind_backends(self) -> None:
+    def bind_backends(self) -> None:
+        """Give each attention layer its backend, anew if the scales of its cache have changed."""
         for attention in attention_layers(self.model):
             attention.bind(self._backend)
 
@@ -90,8 +94,8 @@ class ModelRunner:
     def fit_kv_cache(self, captured: float = 0.0) -> int:
         """Find out how many blocks fit, and allocate them; returns their number. `captured`: see `num_blocks_that_fit`."""
         if self._setup.config.extras.get("calculate_kv_scales"):
-            self.calculate_kv_scales()
-        memory = self.states.num_bytes, self.more_kv_bytes()
+            require(CALIBRATION, "calculate_kv_scales")(self)
+        memory = 0 if self.states is None else self.states.num_bytes, self.more_kv_bytes()
         num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured, *memory)
         self.allocate_kv_cache(num_blocks)
         return num_blocks
@@ -99,34 +103,6 @@ class ModelRunner:
     def more_kv_bytes(self) -> int:
         """Return the bytes of K and V that a token takes in layers beside the model's, such as those of a draft head."""
         return 0
-
-    def calculate_kv_scales(self) -> None:
-        """Set the scales of an FP8 cache: compute some tokens over a cache of full precision, and measure their K/V.
-
-        An elective chooses the tokens (`calibration_seqs`) and computes the scales (`centred_scales_of`).
-        """
-        setup, layers, calibration = (
-            self._setup,
-            attention_layers(self.model),
-            require(CALIBRATION, "calculate_kv_scales"),
-        )
-        whole = make_backend(setup.backend, replace(setup.attention, kv_dtype=None))
-        scheduled_seqs = calibration.calibration_seqs(setup)
-        num_tokens = scheduled_seqs[-1].end
-        self.allocate_kv_cache(-(-num_tokens // setup.block_size), setup.dtype)
-        self.kv_cache.zero_()
-        for attention in layers:
-            attention.bind(whole)
-        with torch.inference_mode():
-            for scheduled in scheduled_seqs:
-                batch = self._input_batch.build([scheduled])
-                whole.plan(batch)
-                self.model(batch)
-            found = calibration.centred_scales_of([attention.kv_cache for attention in layers], num_tokens)
-        for attention, scales in zip(layers, found, strict=True):
-            attention.scales = scales
-        self._bind_backends()
-        self.allocate_kv_cache(0)
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
         """Allocate one tensor [L, 2, N, Hkv, B, D] for all layers. A layer sees its part as [2, N, B, Hkv, D].
@@ -151,11 +127,11 @@ class ModelRunner:
         )
         batch = self._build(scheduled_seqs)
         rows = [scheduled.row for scheduled in scheduled_seqs]
-        if output.extras is not None:
+        if output.extras is not None and self.states is not None:
             self.states.load(output.extras, rows)
         hidden = self.forward_hidden(batch)
         logits = self.model.compute_logits(hidden, batch)  # [S, V]
-        if output.extras is not None:
+        if output.extras is not None and self.states is not None:
             self.states.save(output.extras, rows)
         scores = {}
         if any(scheduled.scores is not None for scheduled in scheduled_seqs):
@@ -171,7 +147,7 @@ class ModelRunner:
         """Sample a token for each scheduled sequence from `logits` [S, V]. The result has the prompts' `scores`, too."""
         scheduled_seqs = output.scheduled_seqs
         rows, positions, counts = zip(*[(s.row, s.end, s.num_samples) for s in scheduled_seqs], strict=True)
-        sampled = self._sampling_rows.sample(logits, rows, positions, counts, output.masks)
+        sampled = self._sampling_rows.sample(logits, rows, positions, counts, output.extras)
         return one_each(scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -222,8 +198,3 @@ class ModelRunner:
             specs = [scheduled.sampling for scheduled in rows if scheduled.sampling is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
         self.allocate_kv_cache(0)  # frees the small cache, which the layers refer to
-
-
-def counted(worker: Any, name: str) -> Any:
-    """Wait for all steps of a `GPUWorker` so far, and return what its model counted under this name."""
-    return worker.runner.model.counters[name].tolist()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from folovllm.sample.logprobs import SampledLogprobs, by_sequence
-from folovllm.step.packed import NOTHING, PackedStep, Sample
+from folovllm.step.packed import PackedStep, Sample
 from folovllm.step.schedule import StepResult
 from folovllm.worker.buckets import Bucket
 
@@ -19,18 +19,24 @@ Ids = npt.NDArray[np.signedinteger[Any]]
 
 
 class Verifier(Protocol):
-    """The hook for draft tokens: it resolves their placeholder ids and decides which sampled tokens are accepted."""
+    """The hook for draft tokens: it resolves their placeholder ids, and decides which sampled tokens are accepted."""
 
     num_samples: int  # the most samples of a step with drafts, without those of newly admitted sequences
 
     def resolve_on_device(self, tokens: torch.Tensor) -> None:
         """Replace placeholder ids in `tokens` [n] int32 by the sampled token ids. Device work only."""
 
-    def resolve(self, tokens: Ids) -> Ids:
-        """Return `tokens` [n] with the sampled token ids in place of placeholder ids. The host may wait."""
+    def accepted(self, sampled: list[list[int]], sequences: Sequence[int], tokens: Ids) -> list[list[int]]:
+        """Return the accepted ones of the `sampled` tokens of each sequence. The host may wait.
 
-    def accept(self, sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """Return the accepted ones of the k + 1 `sampled` tokens, given the k tokens of `draft`."""
+        `sequences` [R]: the sequence of each sample. `tokens` [R]: the draft token at each sample, or NOTHING.
+        """
+
+    def buckets(self) -> list[Bucket]:
+        """Return the padded shapes for captured steps with drafts, small ones first."""
+
+    def warm_up(self, runner: Any) -> None:
+        """Have a `GraphRunner` run small steps with drafts, so that their kernels are compiled before the first request."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -63,21 +69,10 @@ def result_of(
             sampled[i].append(token)
     if step.has_drafts:
         assert verifier is not None, "a step has drafts, and there is no verifier"
-        sampled = accepted(sampled, sequences, verifier.resolve(step.samples[Sample.DRAFT]), verifier)
+        sampled = verifier.accepted(sampled, sequences, step.samples[Sample.DRAFT])
     found = {} if scores is None else by_sequence(scores, step.scores.T.tolist())
     if logprobs is not None:
         for n, (r, k) in enumerate(step.logprobs.T.tolist()):
             if place[r] < len(sampled[i := sequences[r]]):
                 found.setdefault(i, []).append(logprobs.of(n, k))
     return StepResult(sampled, found)
-
-
-def accepted(
-    sampled: list[list[int]], sequences: Sequence[int], draft_tokens: Ids, verifier: Verifier
-) -> list[list[int]]:
-    """Return the accepted tokens of each sequence. `draft_tokens` [R]: the draft token at each sample, or NOTHING."""
-    drafts: list[list[int]] = [[] for _ in sampled]
-    for i, token in zip(sequences, draft_tokens.tolist(), strict=True):
-        if token != NOTHING:
-            drafts[i].append(token)
-    return [verifier.accept(own, draft) if own else [] for own, draft in zip(sampled, drafts, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -12,11 +11,12 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.model_config import num_linear_of
-from folovllm.sample.logprobs import score_prompts
+from folovllm.plugins import STATE_POOL, require
+from folovllm.sample.logprobs import score_hidden
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.step.forward_batch import ForwardBatch
-from folovllm.step.schedule import Logprobs, SchedulerOutput, StepResult, TokenIds, one_each
+from folovllm.step.schedule import SchedulerOutput, StepResult, TokenIds, one_each
 
 
 class SerialModelRunner:
@@ -35,10 +35,9 @@ class SerialModelRunner:
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache, and layers that keep a state one slot."""
         if num_linear_of(self._setup.hf_config):
-            from folovllm.layers.state_layer import StatePool  # here, for few models have such layers
-            from folovllm.worker.kv_memory import free_memory
+            from folovllm.worker.kv_memory import free_memory  # here, for few models have such layers
 
-            StatePool(self._setup, self.model, free_memory(self._setup.device))
+            require(STATE_POOL, "linear attention")(self._setup, self.model, free_memory(self._setup.device))
         backend = TorchCatBackend(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()
@@ -56,20 +55,10 @@ class SerialModelRunner:
                 cache.reset()
         batch = single_sequence_batch(scheduled.token_ids, scheduled.start, self._setup.device)
         hidden = self.model(batch)
-        scores = self._score(output, hidden, batch)
+        scores = {} if scheduled.scores is None else score_hidden(self.model, output.scheduled_seqs, hidden, batch)
         logits = self.model.compute_logits(hidden, batch)  # [1, V]
-        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], masks=output.masks)
+        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], extras=output.extras)
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
-
-    def _score(self, output: SchedulerOutput, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, list[Logprobs]]:
-        """Return the log-probabilities for `ScheduledSequence.scores`, from the hidden states [T, H] of the step's tokens."""
-        if output.scheduled_seqs[0].scores is None:
-            return {}
-
-        def logits_after(at: torch.Tensor) -> torch.Tensor:
-            return self.model.compute_logits(hidden, replace(batch, logits_indices=at))
-
-        return score_prompts(output.scheduled_seqs, logits_after, self._setup.vocab_size, self._setup.device)
 
 
 def single_sequence_batch(token_ids: TokenIds, start: int, device: torch.device) -> ForwardBatch:

@@ -8,9 +8,6 @@ import numpy as np
 
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.model_config import num_experts_of
-from folovllm.sample.sampling_row import mask_width
-from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 
 WARM_UP_TOKENS = 256  # more tokens or sequences than this change no kernel of a plain model
@@ -36,22 +33,6 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
         yield SchedulerOutput(dummy_seqs(lengths, setup.block_size))
     for n in doublings(most):
         yield SchedulerOutput(dummy_seqs([*[1] * (n - 1), min(2, longest)], setup.block_size, SamplingSpec()))
-
-
-def steps_with_drafts(setup: EngineSetup, num_samples: int) -> Iterator[SchedulerOutput]:
-    """Yield small steps that sample 2, 4, 8, ... tokens of a sequence, up to `num_samples`: with a filter, and without."""
-    for n in doublings(min(setup.max_model_len, setup.max_num_batched_tokens, num_samples))[1:]:
-        for sampling in FILTERED, SamplingSpec():
-            (scheduled,) = dummy_seqs([n], setup.block_size, sampling)
-            yield SchedulerOutput((scheduled._replace(num_samples=n),))
-
-
-def late_draft(setup: EngineSetup) -> tuple[PackedStep, TokenBitmasks]:
-    """Return a step with a draft and deferred sampling, and the masks with which it samples."""
-    (scheduled,) = dummy_seqs([2], setup.block_size, SamplingSpec(has_grammar=True))
-    step = StepPacker(setup.max_num_seqs, []).pack(SchedulerOutput((scheduled._replace(num_samples=2),)))
-    step.defers_sampling = True
-    return step, TokenBitmasks(np.zeros(2, np.int32), np.full((2, mask_width(setup.vocab_size)), -1, np.int32))
 
 
 def long_prompts(setup: EngineSetup, tokens: int = LONG_STEP) -> list[int]:

@@ -15,8 +15,8 @@ import torch
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.engine.beam_search import BeamSearchParams
-from folovllm.engine.inputs import TextPrompt, TokensPrompt
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.prompt_forms import TextPrompt, TokensPrompt
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import hf_model, prompts, tiny_checkpoint

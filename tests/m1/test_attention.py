@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.attention.backends.torch_cat import GrowingKVCache
-from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention, reshape_and_cache_kv
+from folovllm.attention.backends.torch_naive import gather_kv, reshape_and_cache_kv
+from folovllm.attention.ops import create_causal_mask, naive_attention
 from tests.tiny import worked_case
 
 

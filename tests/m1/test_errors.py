@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.apps.cli import main
-from folovllm.models.files import generation_defaults
+from folovllm.models.generation_defaults import generation_defaults
 from tests.helpers import tiny_checkpoint
 from tests.workloads import run_to_end
 

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
+from folovllm.sample.logprobs import logprobs_of_rows
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
@@ -285,7 +286,7 @@ class TestWholeSampler:
 
     def test_the_rank_of_a_token_among_all(self) -> None:
         logits = torch.tensor([[1.0, 4.0, 3.0, 0.0, 2.0]])
-        (row,) = Sampler().logprobs(logits, [0], batch_of(SamplingParams(logprobs=2)).specs)
+        (row,) = logprobs_of_rows(logits, [0], [2])
         assert [(id_, rank) for id_, _, rank in row or []] == [(0, 4), (1, 1), (2, 2)]
 
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from folovllm import LLM, BeamSearchParams, SamplingParams
-from folovllm.engine.input_processor import encode_within
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.long_prompts import encode_within
 from folovllm.outputs import RequestOutput
 from folovllm.request import child_seed
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from folovllm.attention.backends.torch_naive import reshape_and_cache_kv
 from folovllm.attention.backends.torch_paged import gather_blocks
-from folovllm.attention.ops import reshape_and_cache_kv
 from tests.tiny import worked_case
 
 

@@ -8,7 +8,8 @@ from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from folovllm.layers.activation import GeluAndMul, SiluAndMul
+from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding

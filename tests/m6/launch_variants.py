@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import folovllm.attention.backends.triton as triton_backend
 from folovllm.config import EngineConfig
+from folovllm.electives.quantization.calibrate import calibrate
 from folovllm.engine.llm_engine import make_engine
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
@@ -94,7 +95,7 @@ def start(runner: GraphRunner, captures: bool) -> dict[str, None]:
     seen.clear()
     forget_kv_scales(inner)
     if inner._setup.config.calculate_kv_scales:
-        inner.calculate_kv_scales()
+        calibrate(inner)
     inner.warmup_model()
     inner.allocate_kv_cache(num_blocks)
     with torch.inference_mode():
@@ -109,7 +110,7 @@ def forget_kv_scales(runner: ModelRunner) -> None:
     """What the start has found out so far."""
     for attention in attention_layers(runner.model):
         attention.scales = UNSCALED
-    runner._bind_backends()
+    runner.bind_backends()
 
 
 if __name__ == "__main__":

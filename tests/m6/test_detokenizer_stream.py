@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from folovllm import SamplingParams
 from folovllm.engine import detokenizer_stream
-from folovllm.engine.detokenizer import IncrementalDetokenizer, NoText
+from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import StreamDetokenizer, make_stream_detokenizer
+from folovllm.engine.no_text import NoText
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
 from tests.workloads import make_engine
 
@@ -145,4 +146,5 @@ class TestWhichOne:
             engine = make_engine(tiny_checkpoint(), milestone=milestone, num_kv_blocks=16)
             engine.add_request("r", "Hello", SamplingParams())
             assert type(engine.core.output.requests["r"].seqs[0].detokenizer) is kind
-        assert type(make_stream_detokenizer(tiny_tokenizer(), SamplingParams(detokenize=False))) is NoText
+            engine.add_request("s", "Hello", SamplingParams(detokenize=False))
+            assert type(engine.core.output.requests["s"].seqs[0].detokenizer) is NoText

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.attention.backends.torch_naive import reshape_and_cache_kv
 from folovllm.attention.backends.triton import TritonBackend
-from folovllm.attention.ops import reshape_and_cache_kv
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config, shard_named
 from folovllm.engine.llm_engine import LLMEngine, make_engine

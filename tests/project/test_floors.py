@@ -27,6 +27,7 @@ RECORDS = (
     "engine.event_stream",
     "engine.events",
     "engine.inputs",
+    "engine.prompt_forms",
     "engine.require",
     "engine.setup",
     "engine.spelling",
@@ -161,7 +162,7 @@ def test_no_arrow_leads_into_an_elective() -> None:
 
 def test_events_know_only_what_a_step_is() -> None:
     assert {*imported(PACKAGE / "engine/events.py")} == {"step.schedule"}
-    assert {*imported(PACKAGE / "step" / "schedule.py")} == {"step.bitmasks"}
+    assert {*imported(PACKAGE / "step" / "schedule.py")} == {"step.scores"}
 
 
 def test_nothing_becomes_something_else_afterwards() -> None:

@@ -11,7 +11,7 @@ import pytest
 from folovllm.electives.structured_output.grammar_matcher import GrammarMatcher
 from folovllm.electives.structured_output.manager import StructuredOutputManager
 from folovllm.engine import output_processor
-from folovllm.engine.detokenizer import NoText
+from folovllm.engine.no_text import NoText
 from folovllm.engine.output_processor import num_visible_chars
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
+from folovllm.electives.spec_decode.draft_steps import draft_buckets
 from folovllm.electives.spec_decode.head_proposer import HeadProposer
 from folovllm.electives.spec_decode.proposer import RowState
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker import graph_runner
-from folovllm.worker.buckets import draft_buckets, prompt_bucket
+from folovllm.worker.buckets import prompt_bucket
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import Request, serve
 from tests.x3.eagle_folders import PlainHead, write_head

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
+from folovllm.electives.spec_decode.draft_steps import draft_bucket, draft_buckets
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker import graph_runner
-from folovllm.worker.buckets import Bucket, draft_bucket, draft_buckets
+from folovllm.worker.buckets import Bucket
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from tests.helpers import VOCAB_SIZE, prompts, tiny_tokenizer
@@ -131,9 +132,7 @@ def test_grammars_and_filters_are_sampled_at_once() -> None:
 
 def capture_drafts(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Steps with drafts are captured, on a CPU too, of up to so many samples."""
-    monkeypatch.setattr(
-        graph_runner, "buckets_for", lambda setup, num_drafted: draft_buckets(most) if num_drafted else []
-    )
+    monkeypatch.setattr(graph_runner, "buckets_for", lambda setup, more: draft_buckets(most) if more else [])
 
 
 def test_captured_steps_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from folovllm.config import EngineConfig
+from folovllm.electives.hybrid.state_layer import STATES
 from folovllm.engine.setup import set_up
 from folovllm.executor.messages import decode_step, encode_step
-from folovllm.layers.state_layer import STATES
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.step.forward_batch import ForwardBatch

@@ -15,8 +15,8 @@ from folovllm.apps.inspector.replay import parse
 from folovllm.cache.block_manager import Block
 from folovllm.config import EngineConfig
 from folovllm.electives.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
+from folovllm.electives.hybrid.state_layer import num_snapshots
 from folovllm.engine import events as ev
-from folovllm.layers.state_layer import num_snapshots
 from folovllm.request import SequenceStatus
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,6 @@ from folovllm.apps.bench.workload import Workload
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.fusable import fusable
 from folovllm.layers.linear import LinearBase
-from folovllm.layers.state_layer import StateLayer
 from folovllm.models.model_config import num_experts_of, num_linear_of, windows_of
 from folovllm.models.registry import build_model
 
@@ -115,9 +114,9 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
         pairs += layers * sum(
             len(r.prompt) ** 2 - max(0, len(r.prompt) - (window or len(r.prompt))) ** 2 for r in requests
         )
-    keepers = [module for module in model.modules() if isinstance(module, StateLayer)]
+    keepers: list[Any] = [module for module in model.modules() if hasattr(module, "state_bytes")]
     states = 2 * sum(decodes) * sum(layer.state_bytes for layer in keepers)  # read and written
-    decode = read + kv_tokens * (setup.kv_bytes_per_token // max(1, setup.num_layers - num_linear)) + states
+    decode = read + kv_tokens * (setup.kv_bytes_per_token // max(1, config.num_hidden_layers - num_linear)) + states
     causal = 2 * pairs * setup.attention.num_heads * setup.attention.head_dim
     products = 2 * (weights.always + weights.experts * asked / num_experts) * workload.prompt_tokens
     updates = sum(layer.state_flops for layer in keepers) * workload.prompt_tokens

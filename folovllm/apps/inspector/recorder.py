@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.apps.inspector.lines import FORMAT, VERSION, LineWriter, TokenTexts
 from folovllm.engine.events import Event
-from folovllm.layers.state_layer import StateLayer, num_snapshots
 from folovllm.models.model_config import num_linear_of
-from folovllm.models.registry import build_model
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
@@ -140,8 +138,9 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
         "mine": bool(os.environ.get("FOLOVLLM_MINE")),
     }
     if num_linear_of(setup.hf_config):
-        model = build_model(setup.hf_config, setup.dtype, "meta", max_model_len=1)
-        layers = [module for module in model.modules() if isinstance(module, StateLayer)]
+        from folovllm.electives.hybrid.state_layer import num_snapshots, state_layers  # a package that may be missing
+
+        layers = state_layers(setup.hf_config, setup.dtype)
         state_bytes = sum(layer.state_bytes for layer in layers) // config.tensor_parallel_size
         described["state_tokens"] = state_bytes // max(1, setup.kv_bytes_per_token)
         described["num_snapshots"] = num_snapshots(setup)

@@ -49,7 +49,7 @@ class AttentionBackend(ABC):
     """Writes new K/V to the cache and computes attention over it. One instance serves all layers of a model.
 
     `forward` reads K/V only from the cache, so a step stores first. A backend with `supports_cuda_graph` reads device tensors and
-    the batch's upper bounds, never the `_host` lists. It calls neither `.item()` nor `.tolist()`.
+    the batch's upper bounds, never the `_host` lists, and waits for no tensor (`.item()`, `.tolist()`).
     """
 
     name: ClassVar[str]
@@ -80,8 +80,7 @@ class AttentionBackend(ABC):
     def of_layer(self, scales: KVScales, window: int | None = None) -> AttentionBackend:
         """Return the backend of a layer whose cache has `scales` and whose tokens see `window` tokens (None: all).
 
-        It is this object, or a copy if the layer has a window or an FP8 cache. The original plans each step once. So a plan
-        must be stored in an object that the copies share.
+        It is this object, or a copy that shares its plan if the layer has a window or an FP8 cache.
         """
         backend = self if window is None else self.sliding(window)
         if not self.config.is_fp8:
@@ -91,10 +90,7 @@ class AttentionBackend(ABC):
         return backend
 
     def sliding(self, window: int) -> AttentionBackend:
-        """Return the backend of a layer in which a token sees `window` tokens: itself and those right before it.
-
-        Raises `BackendUnavailable` unless a backend overrides it. Backends in plain torch return a `SlidingBackend`.
-        """
+        """Return the backend of a layer in which a token sees `window` tokens: itself and those right before it."""
         raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -111,8 +107,5 @@ class AttentionBackend(ABC):
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """Compute QK-norm, RoPE, the K/V store and attention of a batch of disjoint decodes in one kernel.
-
-        [S, (Hq + 2 Hkv) D] -> [S, Hq, D]. It returns None if the backend has no such kernel.
-        """
+        """QK-norm, RoPE, store and attention of disjoint decodes in one kernel, [S, (Hq + 2 Hkv) D] -> [S, Hq, D]; None without one."""
         return None

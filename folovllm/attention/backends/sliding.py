@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention
+from folovllm.attention.ops import create_causal_mask, naive_attention
 from folovllm.step.forward_batch import ForwardBatch
+
+Gather = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def attend_window(
@@ -27,9 +32,10 @@ class SlidingBackend(AttentionBackend):
 
     supports_prompt_graph = True
 
-    def __init__(self, inner: AttentionBackend, window: int) -> None:
+    def __init__(self, inner: AttentionBackend, window: int, gather: Gather | None = None) -> None:
+        """`gather` copies K and V of one sequence out of its blocks."""
         super().__init__(inner.config)
-        self._inner, self._window = inner, window
+        self._inner, self._window, self._gather = inner, window, gather
 
     def plan(self, batch: ForwardBatch) -> None:
         self._inner.plan(batch)
@@ -42,10 +48,19 @@ class SlidingBackend(AttentionBackend):
 
         Blocks that no new token sees are not read, because they may belong to other sequences by now.
         """
+        assert self._gather is not None
         outputs, block_size = [], kv_cache.shape[2]
         queries = torch.split(query, batch.query_lens_host)
         for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True):
             first = max(0, seq_len - len(new) + 1 - self._window) // block_size  # block that a new token sees
-            key, value = gather_kv(kv_cache, table[first:], seq_len - first * block_size)
+            key, value = self._gather(kv_cache, table[first:], seq_len - first * block_size)
             outputs.append(attend_window(new, key, value, self.config.scale, self._window))
         return torch.cat(outputs)
+
+
+class SlidingCat(SlidingBackend):
+    """`SlidingBackend` over the growing cache of one sequence."""
+
+    def forward(self, query: torch.Tensor, kv_cache: Any, batch: ForwardBatch) -> torch.Tensor:
+        """Return attention: [T, Hq, D] -> [T, Hq, D]."""
+        return attend_window(query, kv_cache.key, kv_cache.value, self.config.scale, self._window)

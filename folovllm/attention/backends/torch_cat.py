@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
-from folovllm.attention.backends.sliding import SlidingBackend, attend_window
 from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention
 from folovllm.step.forward_batch import ForwardBatch
 
 
 class GrowingKVCache:
-    """K and V of one sequence in token order, `[n, Hkv, D]` each; empty until the first `append`.
-
-    It is simple, and its cost is quadratic: every append copies all cached tokens, and frees the shorter tensor.
-    """
+    """K and V of one sequence in token order, `[n, Hkv, D]` each. Simple and quadratic: every append copies all cached tokens."""
 
     def __init__(self) -> None:
         self._kv: torch.Tensor | None = None  # [2, n, Hkv, D]
@@ -45,16 +41,13 @@ class GrowingKVCache:
 
 
 class TorchCatBackend(AttentionBackend):
-    """The batch is one sequence; each layer's `kv_cache` is a `GrowingKVCache` and not a tensor.
-
-    There are no slots: new tokens are appended, so `slot_mapping` and `block_tables` are not read.
-    """
+    """The batch is one sequence; each layer's `kv_cache` is a `GrowingKVCache`. There are no slots: new tokens are appended."""
 
     name = "torch_cat"
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
-        """Raise `BackendUnavailable`: this backend cannot be chosen by name. `kv_cache="growing"` uses it."""
+        """Raise `BackendUnavailable`: `kv_cache="growing"` alone uses this backend."""
         raise BackendUnavailable(
             'attention_backend "torch_cat" comes with kv_cache="growing": leave it out, or take "m1"'
         )
@@ -67,6 +60,8 @@ class TorchCatBackend(AttentionBackend):
 
     def sliding(self, window: int) -> AttentionBackend:
         """Return the backend of a layer in which a token sees `window` tokens."""
+        from folovllm.attention.backends.sliding import SlidingCat  # here, for few models have windows
+
         return SlidingCat(self, window)
 
     def forward(  # type: ignore[override]
@@ -75,13 +70,3 @@ class TorchCatBackend(AttentionBackend):
         """Return causal attention of the new tokens [T, Hq, D] over all cached tokens, the new ones included."""
         mask = None if len(query) == 1 else create_causal_mask(len(query), len(kv_cache), query.device)  # [T, n]
         return naive_attention(query, kv_cache.key, kv_cache.value, self.config.scale, mask)
-
-
-class SlidingCat(SlidingBackend):
-    """`SlidingBackend` over the growing cache of one sequence."""
-
-    def forward(  # type: ignore[override]  # a cache that grows cannot be one tensor
-        self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Return attention: [T, Hq, D] -> [T, Hq, D]."""
-        return attend_window(query, kv_cache.key, kv_cache.value, self.config.scale, self._window)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.backends.sliding import SlidingBackend
-from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention, reshape_and_cache_kv
+from folovllm.attention.ops import create_causal_mask, naive_attention
 from folovllm.step.forward_batch import ForwardBatch
 
 
@@ -35,4 +34,38 @@ class TorchNaiveBackend(AttentionBackend):
 
     def sliding(self, window: int) -> AttentionBackend:
         """Return the backend of a layer in which a token sees `window` tokens."""
-        return SlidingBackend(self, window)
+        from folovllm.attention.backends.sliding import SlidingBackend  # here, for few models have windows
+
+        return SlidingBackend(self, window, gather_kv)
+
+
+def reshape_and_cache_kv(
+    key: torch.Tensor,  # [T, Hkv, D]
+    value: torch.Tensor,  # [T, Hkv, D]
+    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D], any strides
+    slot_mapping: torch.Tensor,  # [T] int64
+) -> None:
+    """Write token t's K/V to slot `slot_mapping[t]`, which is offset `slot % B` of block `slot // B`.
+
+    Nothing else in the cache changes. Slot -1 means "nowhere": as an index it would overwrite the cache's last slot.
+    """
+    wanted = slot_mapping >= 0
+    slot, block_size = slot_mapping[wanted], kv_cache.shape[2]
+    block, offset = slot // block_size, slot % block_size
+    kv_cache[0, block, offset] = key[wanted]
+    kv_cache[1, block, offset] = value[wanted]
+
+
+def gather_kv(
+    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D]
+    block_table: torch.Tensor,  # [max_blocks] int
+    seq_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy K and V of one sequence out of its blocks, in token order: two [seq_len, Hkv, D].
+
+    Position p is at offset `p % B` of the table's block number `p // B`. Entries beyond the sequence are never read.
+    """
+    position = torch.arange(seq_len, device=kv_cache.device)
+    block_size = kv_cache.shape[2]
+    key, value = kv_cache[:, block_table[position // block_size], position % block_size]
+    return key, value

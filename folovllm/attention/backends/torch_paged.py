@@ -7,7 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.sliding import SlidingBackend
-from folovllm.attention.ops import create_causal_mask, reshape_and_cache_kv
+from folovllm.attention.backends.torch_naive import gather_kv, reshape_and_cache_kv
+from folovllm.attention.ops import create_causal_mask
 from folovllm.step.forward_batch import ForwardBatch
 
 
@@ -32,7 +33,7 @@ class TorchPagedBackend(AttentionBackend):
 
     def sliding(self, window: int) -> AttentionBackend:
         """Return the backend of a layer in which a token sees `window` tokens."""
-        return SlidingBackend(self, window)
+        return SlidingBackend(self, window, gather_kv)
 
 
 def gather_blocks(

@@ -13,8 +13,8 @@ from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNor
 from folovllm.electives.hybrid.kernels.delta_rule import BLOCK_DV, DeltaHeads, delta_rule
 from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
 from folovllm.electives.hybrid.kernels.short_conv import short_conv
+from folovllm.electives.hybrid.state_layer import Shape
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.state_layer import Shape
 from folovllm.models.fused import FusedQwen3Attention
 from folovllm.step.forward_batch import ForwardBatch
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from folovllm.electives.hybrid.delta_rule import delta_rule, delta_rule_step, l2norm
 from folovllm.electives.hybrid.short_conv import convolve
+from folovllm.electives.hybrid.state_layer import Shape, StateLayer, lacks_initial_state
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from folovllm.layers.state_layer import Shape, StateLayer, lacks_initial_state
 from folovllm.models.model_config import UnsupportedModel
 from folovllm.step.forward_batch import ForwardBatch
 

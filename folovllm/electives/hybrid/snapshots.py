@@ -16,11 +16,11 @@ import numpy as np
 
 from folovllm.cache.block_manager import Block
 from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
+from folovllm.electives.hybrid.state_layer import NO_SNAPSHOT, STATES, num_snapshots
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import SnapshotCached, SnapshotEvicted
 from folovllm.engine.scheduler import TokensOfStep
 from folovllm.engine.setup import EngineSetup
-from folovllm.layers.state_layer import NO_SNAPSHOT, STATES, num_snapshots
 from folovllm.request import Sequence
 from folovllm.step.schedule import Extras, ScheduledSequence
 
@@ -157,7 +157,7 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         self._saves: dict[int, int] = {}
 
     def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:
-        """The copies of states that a step makes (`folovllm.layers.state_layer.STATES`)."""
+        """The copies of states that a step makes (`folovllm.electives.hybrid.state_layer.STATES`)."""
         loads, saves = self._loads, self._saves
         copies = [
             (i, loads.pop(scheduled.seq_id, NO_SNAPSHOT), saves.pop(scheduled.seq_id, NO_SNAPSHOT))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,6 +11,8 @@ from folovllm.models.model_config import num_experts_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from folovllm.engine.llm_engine import LLMEngine
 
 
 class ExpertLoad(nn.Module):
@@ -48,3 +50,20 @@ class CountedLoad(ExpertLoad):
         counts = (slots >= 0)[:, None] & (chosen >= 0) & (chosen < self.counts.shape[1])
         chosen = chosen.clamp(0, self.counts.shape[1] - 1)
         self.counts.scatter_add_(1, chosen.flatten(1), counts.flatten(1).to(self.counts.dtype))
+
+
+def expert_load(engine: LLMEngine) -> list[list[int]]:
+    """How often each expert of each layer was asked since the start; waits for the steps under way.
+
+    L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
+    """
+    engine.require_open()
+    if not engine.setup.config.extras.get("count_experts"):
+        raise ValueError("experts are not counted: set count_experts=True")
+    load: list[list[int]] = engine.core.executor.collective_rpc(counted, "experts")[0]
+    return load
+
+
+def counted(worker: Any, name: str) -> Any:
+    """Wait for all steps of a `GPUWorker` so far, and return what its model counted under this name."""
+    return worker.runner.model.counters[name].tolist()

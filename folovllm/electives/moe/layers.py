@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from folovllm.electives.moe.expert_load import ExpertLoad
+from folovllm.electives.moe.shapes import expert_size_of
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.fusable import FusablePlain, RankSum
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from folovllm.models.model_config import UnsupportedModel, num_experts_of
-from folovllm.models.shapes import expert_size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

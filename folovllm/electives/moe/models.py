@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import nn
 
-from folovllm.distributed.sharding import EXPERTS
+from folovllm.distributed.sharding import EXPERTS, Weight
 from folovllm.electives.moe.expert_load import CountedLoad, ExpertLoad
 from folovllm.electives.moe.layers import Experts, MoE
 from folovllm.electives.moe.quantized import QuantizedExperts, expert_linear_methods
+from folovllm.electives.moe.shapes import expert_shapes as expert_shapes  # for `plugins.EXPERTS`
+from folovllm.electives.moe.shapes import expert_size_of
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from folovllm.models.model_config import UnsupportedModel, num_experts_of
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
-from folovllm.models.shapes import expert_size_of
 from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 
 MOST_EXPERTS = 4_096  # of a layer; names of more than a billion would take for ever
+
+
+def keep_experts_whole(name: str, weight: Weight, shard: Callable[[str, Weight], torch.Tensor]) -> torch.Tensor:
+    """Expert parallelism: return an expert's weight whole, because one rank holds all of it. `shard` cuts all other weights."""
+    return weight[:] if EXPERTS in name else shard(name, weight)
 
 
 def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:

@@ -8,13 +8,38 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from folovllm.attention.backends.registry import make_backend
 from folovllm.engine.setup import EngineSetup
+from folovllm.layers.attention import attention_layers
 from folovllm.step.kv_format import LARGEST, KVScales, decode, encode
 from folovllm.step.schedule import ScheduledSequence
+from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.warm_up import dummy_seqs
 
 TOKENS = 512  # to calibrate with
 HEADROOM = 2.0  # a prompt may bring larger numbers than these
+
+
+def calibrate(runner: ModelRunner) -> None:
+    """Set the scales of an FP8 cache: compute some tokens over a cache of full precision, and measure their K/V."""
+    setup, layers = runner._setup, attention_layers(runner.model)
+    whole = make_backend(setup.backend, replace(setup.attention, kv_dtype=None))
+    scheduled_seqs = calibration_seqs(setup)
+    num_tokens = scheduled_seqs[-1].end
+    runner.allocate_kv_cache(-(-num_tokens // setup.block_size), setup.dtype)
+    runner.kv_cache.zero_()
+    for attention in layers:
+        attention.bind(whole)
+    with torch.inference_mode():
+        for scheduled in scheduled_seqs:
+            batch = runner._input_batch.build([scheduled])
+            whole.plan(batch)
+            runner.model(batch)
+        found = centred_scales_of([attention.kv_cache for attention in layers], num_tokens)
+    for attention, scales in zip(layers, found, strict=True):
+        attention.scales = scales
+    runner.bind_backends()
+    runner.allocate_kv_cache(0)
 
 
 def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig
-from folovllm.attention.ops import reshape_and_cache_kv
+from folovllm.attention.backends.torch_naive import reshape_and_cache_kv
 from folovllm.step.forward_batch import ForwardBatch
 
 QUERIES = 8  # neighbouring tokens of a sequence

@@ -105,7 +105,7 @@ def free_storages(worker: Worker, level: int) -> None:
             if on_device or discarded:
                 backup = None if discarded else storage.cpu()
                 freed.append(FreedStorage("weights", storage, storage.nbytes(), backup))
-        for tensor in (runner.kv_cache, *runner.states.tensors):
+        for tensor in (runner.kv_cache, *(runner.states.tensors if runner.states else ())):
             storage = tensor.untyped_storage()
             freed.append(FreedStorage("kv_cache", storage, storage.nbytes(), None))
         for each in freed:

@@ -30,8 +30,8 @@ from folovllm.models.loader import (
     checkpoint_places,
     pop_destination,
     require_finite,
-    some_of,
 )
+from folovllm.models.messages import some_of
 from folovllm.models.registry import build_model, default_dtype, quantization_of
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner

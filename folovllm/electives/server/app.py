@@ -30,9 +30,10 @@ from folovllm.electives.server.pages import InspectorRoutes, chat_page
 from folovllm.electives.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
 from folovllm.electives.server.response_handler import ResponseHandler
 from folovllm.electives.server.sse import unless_gone
-from folovllm.engine.input_processor import encode_within
 from folovllm.engine.inputs import Prompt
-from folovllm.models.files import full_tokenizer, generation_defaults
+from folovllm.engine.long_prompts import encode_within
+from folovllm.models.files import full_tokenizer
+from folovllm.models.generation_defaults import generation_defaults
 from folovllm.plugins import SLEEP_ROUTES, require
 from folovllm.sampling_params import SamplingParams
 

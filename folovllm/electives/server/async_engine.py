@@ -23,7 +23,8 @@ from folovllm.electives.structured_output.params import GrammarLimits
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.setup import EngineSetup
-from folovllm.models.files import generation_defaults, load_tokenizer
+from folovllm.models.files import load_tokenizer
+from folovllm.models.generation_defaults import generation_defaults
 from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams

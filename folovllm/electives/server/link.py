@@ -13,6 +13,7 @@ from folovllm.config import EngineConfig
 from folovllm.electives.server import messages as msg
 from folovllm.electives.server.engine_loop import MakeEngine, run_engine
 from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.plugins import STRUCTURED_OUTPUT, is_installed
 
 CHUNK = 1 << 20  # bytes that are read at once
 
@@ -39,7 +40,8 @@ class SocketLink:
 
         def make(config: EngineConfig) -> LLMEngine:
             engine = make_engine(config)
-            engine.prepare_structured_outputs()
+            if is_installed(STRUCTURED_OUTPUT):
+                engine.prepare_structured_outputs()
             self._engine = PacedEngine(engine)
             return cast(LLMEngine, self._engine)
 

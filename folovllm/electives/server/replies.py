@@ -15,7 +15,7 @@ from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, S
 from folovllm.electives.server.reasoning import ReasoningSplitter
 from folovllm.electives.server.stream import OutputDelta
 from folovllm.electives.server.tool_calls import ToolCall, ToolCallParser
-from folovllm.engine.logprobs import with_text
+from folovllm.engine.logprobs import prompt_logprobs_of, with_text
 from folovllm.engine.output_processor import RequestState
 from folovllm.outputs import TokenLogprob
 
@@ -323,7 +323,7 @@ class EchoWriter(CompletionWriter):
         """The text before an answer, and its log-probabilities: of the token and of `num_logprobs` more."""
         request, logprobs = self.requests[index // self._n], None
         text = self._decode(request.prompt_token_ids) if request.prompt is None else request.prompt
-        scored = request.prompt_logprobs
+        scored = prompt_logprobs_of(request.seqs[0])
         if self._num_logprobs is not None and scored is not None:  # an answer that was aborted has none
             first = with_text([(request.prompt_token_ids[0], 0.0, 1)], request.seqs[0].detokenizer.spelling)
             rows = [first, *(dict(list(row.items())[: 1 + self._num_logprobs]) for row in scored if row)]
@@ -404,7 +404,7 @@ def shown_prompt(request: RequestState) -> PromptLogprobs:
     """The log-probabilities of a prompt's tokens; an empty list if its request was aborted."""
     return [
         None if row is None else {str(id_): PromptLogprob(t.logprob, t.rank, t.decoded_token) for id_, t in row.items()}
-        for row in request.prompt_logprobs or ()
+        for row in prompt_logprobs_of(request.seqs[0]) or ()
     ]
 
 

@@ -19,8 +19,9 @@ from folovllm.electives.server.tool_calls import CLOSING, OPENING, ToolCallParse
 from folovllm.electives.structured_output.guidance import WHITESPACE
 from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.engine.chat_template import render, with_plain_content
-from folovllm.engine.input_processor import encode_within, too_long
-from folovllm.engine.inputs import Prompt, TokensPrompt
+from folovllm.engine.inputs import Prompt
+from folovllm.engine.long_prompts import encode_within, too_long
+from folovllm.engine.prompt_forms import TokensPrompt
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 A_CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "a JSON object, as text"}}'

@@ -11,10 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+from folovllm.electives.spec_decode.draft_steps import draft_buckets, late_draft, steps_with_drafts
+from folovllm.step.packed import NOTHING
+from folovllm.worker.buckets import Bucket
+
+if TYPE_CHECKING:
     from folovllm.electives.spec_decode.multi_step import DraftTokens
+    from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.pending_step import Ids
 
 FEW = 256
@@ -57,8 +62,22 @@ class DraftVerifier:
         if self.drafted is not None:
             self.drafted.resolve_on_device(tokens)
 
-    def resolve(self, tokens: Ids) -> Ids:
-        return tokens if self.drafted is None else self.drafted.resolve(tokens)
+    def accepted(self, sampled: list[list[int]], sequences: Sequence[int], tokens: Ids) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in sampled]
+        resolved = tokens if self.drafted is None else self.drafted.resolve(tokens)
+        for i, token in zip(sequences, resolved.tolist(), strict=True):
+            if token != NOTHING:
+                drafts[i].append(token)
+        return [accept(own, draft) if own else [] for own, draft in zip(sampled, drafts, strict=True)]
 
-    def accept(self, sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
-        return accept(sampled, draft)
+    def buckets(self) -> list[Bucket]:
+        return draft_buckets(self.num_samples)
+
+    def warm_up(self, runner: GraphRunner) -> None:
+        runner.warm_up(steps_with_drafts(runner._setup, self.num_samples))
+        with torch.inference_mode():
+            step, masks = late_draft(runner._setup)
+            runner.execute_model(step)
+            pending = runner.execute_model(masks)
+            assert pending is not None
+            pending.wait()

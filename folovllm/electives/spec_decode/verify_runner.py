@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from folovllm.electives.spec_decode.verify import max_samples
-from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.bitmasks import MASKS, TokenBitmasks
 from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.packed import Int32, Sample, fields_of, sample_levels, samples_of
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult
@@ -40,14 +40,16 @@ class VerifyingModelRunner(ModelRunner):
         sampled: list[list[int]] = [[] for _ in scheduled_seqs]
         logprobs = dict(scores)
         accepted = [True] * len(scheduled_seqs)  # whether all draft tokens so far were
-        masks = None if output.masks is None else output.masks.of_samples(samples[Sample.ROW])
+        masks, step_rows = None, [scheduled.row for scheduled in scheduled_seqs]
+        if output.extras is not None and MASKS in output.extras:
+            masks = TokenBitmasks.from_index(output.extras[MASKS], step_rows).of_samples(samples[Sample.ROW])
         for every in sample_levels(samples):
             at = [r for r in every.tolist() if accepted[sequence[r]] and samples[Sample.COUNTS, r]]
             if not at:
                 break
-            rows = [scheduled_seqs[sequence[r]].row for r in at]
-            own = None if masks is None else TokenBitmasks(np.array(rows, np.int32), masks[at])
-            found = self._sampling_rows.sample(logits[at], rows, [position[r] for r in at], masks=own)
+            rows, ends = [step_rows[sequence[r]] for r in at], [position[r] for r in at]
+            own = None if masks is None else {MASKS: np.column_stack([np.arange(len(at), dtype=np.int32), masks[at]])}
+            found = self._sampling_rows.sample(logits[at], rows, ends, extras=own)
             for r, token, row in zip(at, found.token_ids, found.logprobs, strict=True):
                 i = sequence[r]
                 sampled[i].append(token)

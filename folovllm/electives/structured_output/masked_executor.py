@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from folovllm.electives.structured_output.manager import StructuredOutputManager
+from folovllm.engine.core import EngineCore
+from folovllm.engine.events import GivenUp
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.executor.abstract import Executor, Pending
 from folovllm.executor.packed_executor import PackedExecutor
-from folovllm.request import Sequence
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.step.bitmasks import MASKS, TokenBitmasks
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
+logger = logging.getLogger("folovllm")
 _managers: WeakKeyDictionary[LLMEngine, StructuredOutputManager] = WeakKeyDictionary()
 
 
@@ -24,6 +29,18 @@ def add_grammar(engine: LLMEngine, seqs: SequenceOf[Sequence]) -> None:
     manager_of(engine).add(seqs)
     if not isinstance(engine.executor, MaskedExecutor):
         engine.core.executor = MaskedExecutor(engine.executor, engine.scheduler, manager_of(engine))
+        engine.core.end_early = partial(end_broken, engine.core, manager_of(engine))
+
+
+def end_broken(core: EngineCore, manager: StructuredOutputManager, seqs: list[Sequence]) -> list[SequenceOutput]:
+    """Abort the answers of a step that can no longer satisfy their grammar, and return their ends."""
+    broken = manager.broken(seqs)
+    for seq in broken:
+        logger.warning("request %s ends early: its answer can no longer satisfy its grammar", seq.request_id)
+        if core.events.on:
+            core.events.emit(GivenUp(seq.seq_id))
+    core.scheduler.abort(*broken)
+    return [SequenceOutput(seq, [], SequenceStatus.FINISHED_ABORTED) for seq in broken]
 
 
 def manager_of(engine: LLMEngine) -> StructuredOutputManager:
@@ -33,6 +50,11 @@ def manager_of(engine: LLMEngine) -> StructuredOutputManager:
         if engine.extension is not None:
             engine.extension.limit_drafts(_managers[engine])
     return _managers[engine]
+
+
+def prepare(engine: LLMEngine) -> None:
+    """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
+    manager_of(engine).prepare(engine._processor.eos_token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,14 +102,13 @@ class MaskedExecutor:
         return step
 
     def collect(self, step: MaskedStep) -> StepResult:
-        """Wait for the tokens of a step, and report sequences whose grammar broke. The next step samples if it waits for its bitmasks."""
+        """Wait for the tokens of a step. The next step samples if it waits for its bitmasks."""
         assert step.pending is not None
         result = step.pending.wait()
         self._num_in_flight -= 1
         self._manager.accept_tokens(step.seqs, result.token_ids)
         self._sample()
-        broken = self._manager.broken(step.seqs)
-        return replace(result, broken=tuple(map(step.seqs.index, broken))) if broken else result
+        return result
 
     def _sample(self) -> None:
         if self._unsampled is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,8 +13,12 @@ from torch import nn
 
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.model_config import num_linear_of
+from folovllm.models.registry import build_model
 from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Extras, Int32
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 STATES = "states"  # the owner of copies of states in a step's extras: index, snapshot to load before it, snapshot to save to after it
 NO_SNAPSHOT = -1  # in the place of a number of a snapshot
@@ -60,11 +65,17 @@ def num_snapshots(setup: EngineSetup) -> int:
     return setup.config.num_snapshots or max(16, setup.max_num_seqs)
 
 
+def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
+    """The layers that keep a state for each sequence, without weights."""
+    model = build_model(config, dtype, "meta", max_model_len=1)
+    return [module for module in model.modules() if isinstance(module, StateLayer)]
+
+
 class StatePool:
     """Slots for the states of all layers: one for each row, one for padding, then the snapshots.
 
     A snapshot is a copy of a row's state after a step, from which another sequence may start. Snapshot indices
-    start at 0; snapshot i is in slot max_num_seqs + 1 + i. For a model without such layers the pool is empty and copies nothing.
+    start at 0; snapshot i is in slot max_num_seqs + 1 + i.
     """
 
     def __init__(self, setup: EngineSetup, model: nn.Module, free: int) -> None:
