@@ -22,6 +22,7 @@ from folovllm.layers.linear import PLAIN
 from folovllm.models.draft_head import DraftHead
 from folovllm.models.given_tensors import as_named, require_usable
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.loader import Tensors, checkpoint_places, copy_weight, read_tensors
 from folovllm.models.messages import some_of
 from folovllm.models.model_config import head_dim_of, num_kv_heads_of
 from folovllm.sample.sampler import SamplingBatch
