@@ -102,11 +102,11 @@ class SpeculativeDecoding(Extension):
         return replace(usual(), most_samples=self._config.num_speculative_tokens + 1)
 
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
-        """Return a runner that samples several tokens of a sequence, and one beside which a head runs if there is one."""
+        """Return a runner that samples several tokens of a sequence, and that runs the draft head if there is one."""
         if self._config.head is None:
             return VerifyingModelRunner
-        make, longest = partial(make_head, self.setup, self._config), self._config.num_speculative_tokens
-        return cast("type[ModelRunner]", partial(HeadModelRunner, make_head=make, longest=longest))
+        make, most_drafts = partial(make_head, self.setup, self._config), self._config.num_speculative_tokens
+        return cast("type[ModelRunner]", partial(HeadModelRunner, make_head=make, most_drafts=most_drafts))
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
         """Return the graph runner with a verifier, which resolves placeholder ids of a draft model or a head."""

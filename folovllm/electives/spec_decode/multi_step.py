@@ -30,13 +30,14 @@ WIDEST = 32  # sequences of a captured call: beyond, a step takes the device muc
 
 
 class DraftTokens:
-    """The tokens of a draft model's last multi-step decode, by line and row. Each has a *placeholder id*, behind the vocabulary.
+    """The tokens that a draft model or a head drafted last, on the device. Each has a *placeholder id*, behind the vocabulary.
 
-    So a step can bring draft tokens that the host does not know yet: both models are on one device, which works in order. A placeholder id holds until the next multi-step decode begins.
+    So a step can bring draft tokens that the host does not know yet: drafting and verifying are on one device, which works in
+    order. A placeholder id is valid until drafting begins again.
 
     Attributes:
         sampled: [lines, rows] int32, on the device. host: the same in host memory, once `arrived`.
-        names: [lines, rows] int32, the placeholder ids.
+        placeholder_ids: [lines, rows] int32.
     """
 
     def __init__(self, vocab_size: int, num_lines: int, num_rows: int, device: torch.device) -> None:
