@@ -93,9 +93,11 @@ class Eagle3Head(nn.Module):
     }
     reorder: Callable[..., torch.Tensor] | None = None
     is_in_checkpoint = False
+    _embed: Callable[[torch.Tensor], torch.Tensor]
+    _logits: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, config: Eagle3Config, layers: LayerSet, max_model_len: int, stored: Mapping[str, Any]) -> None:
-        """`stored`: the folder's tensors by name. If it lacks the embedding or the vocabulary head, `share` takes the target's."""
+        """`stored`: the folder's tensors by name. If it lacks the embedding or the vocabulary head, `load` takes the target's."""
         super().__init__()
         self.config, self.aux_layers = config, config.aux_layers
         self.target_ids: torch.Tensor | None = None
@@ -154,13 +156,8 @@ class Eagle3Head(nn.Module):
             d2t = read_d2t(path, config, setup.vocab_size, stored)
         if d2t is not None:
             head.target_ids = (d2t + torch.arange(len(d2t))).to(setup.device)
-        head.share(target)
+        head._embed, head._logits = head.embed_tokens or target.model.embed_tokens, head.lm_head or target.lm_head
         return head
-
-    def share(self, target: LlamaForCausalLM) -> None:
-        """Use the target's embedding and vocabulary head where the folder has none. They do not become submodules."""
-        self._embed: Callable[[torch.Tensor], torch.Tensor] = self.embed_tokens or target.model.embed_tokens
-        self._logits: Callable[[torch.Tensor], torch.Tensor] = self.lm_head or target.lm_head
 
     def local_tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return a tensor of the folder under our name; [] for those that are no weights."""

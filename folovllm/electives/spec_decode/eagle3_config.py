@@ -63,22 +63,23 @@ class Eagle3Config(SimpleNamespace):
         config.vocab_size = target.vocab_size
         config.draft_vocab_size = getattr(config, "draft_vocab_size", target.vocab_size)
         config.aux_layers = aux_layers_of(config, target.num_hidden_layers)
-        if config.num_hidden_layers != 1:
-            raise ValueError(
-                f"num_hidden_layers is {config.num_hidden_layers}, and only heads of one layer are known here"
-            )
-        if config.num_attention_heads % num_kv_heads_of(config):
-            raise ValueError(f"num_attention_heads {config.num_attention_heads} is no multiple of num_key_value_heads")
-        if config.target_hidden_size != target.hidden_size:
-            raise ValueError(
-                f"the head reads hidden states of {config.target_hidden_size} numbers, and the model's have {target.hidden_size}"
-            )
-        if not 0 < config.draft_vocab_size <= target.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {config.draft_vocab_size}, and the model knows {target.vocab_size} ids"
-            )
-        if given.get("vocab_size", target.vocab_size) != target.vocab_size:
-            raise ValueError(f"vocab_size is {given['vocab_size']}, and the model's is {target.vocab_size}")
+        layers, size, count = config.num_hidden_layers, config.target_hidden_size, config.draft_vocab_size
+        heads, vocab_size = config.num_attention_heads, given.get("vocab_size", target.vocab_size)
+        for fits, message in (
+            (layers == 1, f"num_hidden_layers is {layers}, and only heads of one layer are known here"),
+            (
+                heads % num_kv_heads_of(config) == 0,
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads",
+            ),
+            (size == target.hidden_size, f"the head reads hidden states of {size} numbers, not {target.hidden_size}"),
+            (
+                0 < count <= target.vocab_size,
+                f"draft_vocab_size is {count}, and the model knows {target.vocab_size} ids",
+            ),
+            (vocab_size == target.vocab_size, f"vocab_size is {vocab_size}, and the model's is {target.vocab_size}"),
+        ):
+            if not fits:
+                raise ValueError(message)
         return config
 
 

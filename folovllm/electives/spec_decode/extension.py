@@ -77,14 +77,8 @@ class SpeculativeDecoding(Extension):
         assert self._drafted is not None
         draft, config = draft_setup(self.setup, model), self.setup.config
         on_device = config.packed_steps and config.tensor_parallel_size == 1  # where the large model finds the drafts
-        return DraftModel(
-            make_multi_step_executor(draft, self._drafted),
-            draft.max_num_seqs,
-            draft.max_num_batched_tokens,
-            draft.max_model_len,
-            draft.block_size,
-            self._drafted if on_device else None,
-        )
+        executor = make_multi_step_executor(draft, self._drafted)
+        return DraftModel(executor, draft, self._drafted if on_device else None)
 
     def num_samples(self) -> int:
         """Return the samples of sequences with drafts, and one for each sequence that is admitted to the same step."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -70,7 +71,7 @@ class HeadModelRunner(VerifyingModelRunner):
             layer.bind(self._head_backend)
         depth, size = self._most_drafts + 1, self.head.config.hidden_size
         self.kept = KeptStates(setup.max_num_seqs, depth, size, setup.dtype, setup.device)
-        self._pairing = pairing
+        self._pairing: ModuleType = pairing
         if setup.device.type == "cuda":
             from folovllm.electives.spec_decode.kernels import pairs
 

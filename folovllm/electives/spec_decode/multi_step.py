@@ -119,10 +119,8 @@ class PendingSteps:
     def wait(self) -> list[StepResult]:
         """Wait for the last token and return what each step sampled."""
         tokens = self.drafted.resolve(self.placeholder_ids[:, : max(self.num_seqs)]).tolist()
-        return [
-            StepResult([[token] for token in step[:count]], {})
-            for step, count in zip(tokens, self.num_seqs, strict=True)
-        ]
+        counted = zip(tokens, self.num_seqs, strict=True)
+        return [StepResult([[token] for token in step[:count]], {}) for step, count in counted]
 
 
 class MultiStepRunner(GraphRunner):
@@ -218,10 +216,8 @@ class MultiStepExecutor(LocalExecutor):
         Raises:
             ValueError: a scheduled sequence is no plain decode (`is_plain_decode`), or asks for log-probabilities.
         """
-        scheduled_seqs, num_seqs = (
-            [scheduled for output in outputs for scheduled in output.scheduled_seqs],
-            [len(o.scheduled_seqs) for o in outputs],
-        )
+        scheduled_seqs = [scheduled for output in outputs for scheduled in output.scheduled_seqs]
+        num_seqs = [len(output.scheduled_seqs) for output in outputs]
         if not all(map(is_plain_decode, scheduled_seqs)) or self._packer.reports_logprobs(scheduled_seqs):
             raise ValueError(
                 "a multi-step decode has decodes of one token, in rows that the device knows, and no log-probabilities"
