@@ -44,10 +44,8 @@ class HeadProposer(Proposer):
         scheduled_seqs = tuple(self._scheduled(states[i]) for i in columns)
         asked = np.array([[0, max(lengths)]], np.int32)
         self._pending, self._tokens = self._executor.submit(SchedulerOutput(scheduled_seqs, (), {CHAIN: asked})), None
-        return [
-            self._draft(columns[i], 1 - state.num_in_flight, length + 1) if i in columns else []
-            for i, (state, length) in enumerate(zip(states, lengths, strict=True))
-        ]
+        firsts = [1 - state.num_in_flight for state in states]
+        return [self._draft(columns[i], firsts[i], lengths[i] + 1) if i in columns else [] for i in range(len(states))]
 
     def _draft(self, column: int, first: int, end: int) -> list[int]:
         if not self._uses_placeholders:
