@@ -56,8 +56,8 @@ class DraftHead(Protocol):
     def load(cls, setup: EngineSetup, path: Path, target: Any, layers: LayerSet) -> DraftHead:
         """Build the head of `target`, a `LlamaForCausalLM`, from `layers`, and load it from folder `path`.
 
-        With `setup.config.random_weights` nothing is read. A head may use the target's embedding and vocabulary head: on several
-        ranks these are sharded by vocabulary, and exchange between ranks what is needed.
+        With `setup.config.random_weights` nothing is read. A head may use the target's embedding, which is complete on every
+        rank, and its vocabulary head, which gives the logits of a rank's shard.
         """
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:

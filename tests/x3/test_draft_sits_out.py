@@ -53,13 +53,9 @@ class Drafting(Served):
 
     def __init__(self, max_num_seqs: int, forces: bool = False, **how: Any) -> None:
         self.writer, self.forces = Writer(clock := Clock()), forces
-        sizes = {
-            "max_num_batched_tokens": 2**16,
-            "max_model_len": 2**16,
-            "max_num_seqs": max_num_seqs,
-            "block_size": 16,
-        }
-        draft = DraftModel(self.writer, SimpleNamespace(**sizes))  # type: ignore[arg-type]
+        sizes: Any = SimpleNamespace(max_num_batched_tokens=2**16, max_model_len=2**16, block_size=16)
+        sizes.max_num_seqs = max_num_seqs
+        draft = DraftModel(self.writer, sizes)  # type: ignore[arg-type]
         super().__init__(max_num_seqs, grammars=True, clock=clock, draft=draft, **how)
         self.writer.texts, add = self.texts, self.scheduler.add
 

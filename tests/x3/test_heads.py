@@ -85,9 +85,7 @@ class TestChain:
     def test_slots_beyond_32_bits(self) -> None:
         positions, slots = chain_places(torch.tensor([4]), torch.tensor([[2**28]], dtype=torch.int32), 16, 2)
         assert (positions.dtype, slots.dtype) == (torch.int64, torch.int64), "positions and slots are int64"
-        assert slots.tolist() == [[2**32 + 3], [2**32 + 4]], (
-            "block 2^28 of 16 tokens begins at slot 2^32: multiply in int64"
-        )
+        assert slots.tolist() == [[2**32 + 3], [2**32 + 4]], "block 2^28 of 16 begins at slot 2^32: multiply in int64"
 
     @given(st.integers(1, 14), st.integers(1, 4), st.integers(1, 5))
     def test_any_chain_as_a_loop(self, newest: int, block_size: int, k: int) -> None:
@@ -149,9 +147,7 @@ class TestKept:
     def test_nothing_before_a_text_or_of_another_sequence(self) -> None:
         kept = self.kept()
         self.step(kept, 1, 0, [1, 2, 3])
-        assert self.before(kept, 1, 0) is None, (
-            "a text's first token has none before it; the -1 of an empty place is no position"
-        )
+        assert self.before(kept, 1, 0) is None, "no token is before the first; the -1 of an empty place is no position"
         assert self.before(kept, 0, 3) is None, "another row keeps its own"
         kept.forget(torch.tensor([1]))
         assert self.before(kept, 1, 3) is None, "the row has another sequence"
@@ -168,9 +164,7 @@ class TestKept:
         )
         states = hidden[found, 0].tolist()
         assert states == [40, 15, 12], f"of tokens 4 of row 0, 5 and 2 of row 2: {states}"
-        assert kept.positions[3].eq(-1).all(), (
-            "padding came with the padding row: it belongs to no position, -1, either"
-        )
+        assert kept.positions[3].eq(-1).all(), "padding brings the padding row: it belongs to no position, -1, either"
 
     @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 3)), max_size=12))
     def test_any_text_with_rejections(self, steps: list[tuple[int, int, int]]) -> None:
