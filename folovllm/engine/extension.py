@@ -70,7 +70,7 @@ class Extension:
 
 def extension_of(setup: EngineSetup) -> Extension:
     """The extension that the configuration asks for, or one that changes nothing. Raises ValueError if it asks for two."""
-    make = asked_for(EXTENSIONS, setup) if setup.config.extras else None
+    make = asked_for(EXTENSIONS, setup)
     found: Extension = Extension(setup) if make is None else make(setup)
     return found
 
@@ -85,7 +85,7 @@ def asked_for(table: dict[str, tuple[str, Callable[[Any], bool]]], setup: Engine
 
 def connected(setup: EngineSetup, scheduler: Scheduler, executor: Executor) -> SchedulerLike:
     """The scheduler, with what brings K/V from elsewhere if the configuration asks for that."""
-    if not setup.config.extras or (make := asked_for(CONNECTORS, setup)) is None:
+    if (make := asked_for(CONNECTORS, setup)) is None:
         return scheduler
     from folovllm.engine.connected_scheduler import ConnectedScheduler
 

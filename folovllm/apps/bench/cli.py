@@ -149,7 +149,7 @@ def ladder(
     if given.pop("milestone", None) is not None:
         raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")
     with contenders(given, None, random_weights) as [(newest, fields)]:
-        found = bench_milestones(upto or newest, fields, workload, requests, limit, repeats)
+        found = bench_milestones(newest if upto is None else upto, fields, workload, requests, limit, repeats)
     finish(found, save, show_ladder)
 
 
