@@ -95,7 +95,7 @@ class Observed:
             self.reused += output.num_cached_tokens
 
     def count_step(self, step: StepStats) -> None:
-        """Add one step."""
+        """Count a step and the sequences that ran in it. If it has decodes, `longest_gap` is at least its duration then."""
         self.steps += 1
         self.batch += step.running
         if step.num_decode_tokens:

@@ -240,7 +240,7 @@ def kind_of(asked: StructuredOutputsParams) -> str:
 
 
 def require_good(asked: StructuredOutputsParams, error: str) -> None:
-    """Raise ValueError with the library's `error`, if there is one."""
+    """Raise ValueError with the library's `error`, unless it is empty or a warning."""
     if error and not error.startswith("WARNING"):
         no_text = error.startswith("NoExtension")
         says = "no text matches it" if no_text else " ".join(error.split("<backtrace>")[0].split())[:500]
