@@ -129,7 +129,7 @@ class GraphRunner:
         self._graph_pool = self._graph_pool.anew()
 
     def capture_again(self) -> None:
-        """Capture what `forget_graphs` dropped, if steps are captured."""
+        """Capture the steps that `forget_graphs` dropped; none if steps are not captured."""
         if self.buckets:
             self.capture_cudagraph()
 

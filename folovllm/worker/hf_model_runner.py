@@ -69,7 +69,7 @@ class HFModelRunner:
         self.model = model.to(setup.device).eval()
 
     def initialize_kv_cache(self) -> int:
-        """Nothing to allocate: caches grow with their sequences."""
+        """Return 0, for there are no blocks: caches grow with their sequences."""
         return 0
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:

@@ -105,7 +105,7 @@ class Load:
 
     @property
     def first_error(self) -> str | None:
-        """Why the first one failed that did."""
+        """The error of the first request that failed; None if none did."""
         return next((reply.error for reply in self.replies if reply.error is not None), None)
 
 

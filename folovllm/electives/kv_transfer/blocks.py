@@ -172,7 +172,7 @@ def copy_blocks(
 
 @lru_cache(MOST_MAPPED)
 def mapped(ref: SegmentRef, is_cuda: bool) -> torch.Tensor:
-    """A segment [words]. It stays mapped, and pinned where there is a GPU (which takes long), until many others have come."""
+    """Return a segment, int32 [words], pinned for a GPU. It stays mapped until many others come. ValueError: it is gone."""
     if (data := open_segment(ref)) is None:
         raise ValueError("the shared memory of K/V is gone")
     memory = torch.frombuffer(data, dtype=torch.int32)

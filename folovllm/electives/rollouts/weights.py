@@ -169,7 +169,7 @@ class Undelivered:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """There are outputs to hand out."""
+        """Return True: there are outputs to hand out."""
         return True
 
 

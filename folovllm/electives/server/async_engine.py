@@ -258,7 +258,7 @@ class AsyncEngine:
             raise Unavailable("the engine sleeps: wake it up first, a server by POST /wake_up")
 
     def require_running(self) -> None:
-        """As `require_open`, but a sleeping engine will do."""
+        """Raise `EngineDead` or `Unavailable` unless the engine runs, RuntimeError in another event loop. It may sleep."""
         self._require_loop()
         if self.death is not None:
             raise EngineDead(str(self.death))
@@ -267,7 +267,7 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Requests that the engine works on."""
+        """How many requests the engine works on."""
         return len(self._open.by_number)
 
     @property
