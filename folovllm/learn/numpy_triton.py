@@ -284,8 +284,6 @@ def store(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> None:
 
 
 def atomic(name: str) -> Callable[..., Tensor]:
-    """Return an atomic operation of Triton, such as `tl.atomic_add`."""
-
     def run(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> Tensor:
         """Return the numbers before. Programs follow one another; a program's own addresses must differ."""
         old = load(pointer, mask)
@@ -348,8 +346,6 @@ def reduction(work: np.ufunc) -> Callable[..., Tensor]:
 
 
 def unary(name: str, work: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-    """Return the function `tl.NAME`: `work` on every number of a tile of floats. It raises TypeError for other types."""
-
     def run(x: Tensor) -> Tensor:
         if x.dtype not in (float32, float64):
             raise TypeError(f"tl.{name} takes float32, not {x.dtype.name}")
