@@ -189,13 +189,13 @@ def package_of(place: str) -> str:
 
 
 def named(place: str) -> Any:
-    """What stands at "module:name", or the module "module". It is imported here."""
+    """Import and return what stands at "module:name", or the module "module"."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name) if name else import_module(module)
 
 
 def require(place: str, purpose: str) -> Any:
-    """As `named`. Raises ValueError, which says that `purpose` needs the package, where that is not installed."""
+    """Return what stands at `place` (`named`). Raises ValueError if its package is not installed: `purpose` needs it."""
     if not is_installed(place):
         raise ValueError(f"{purpose} needs the package {package_of(place)}, which is not installed here")
     return named(place)

@@ -33,7 +33,7 @@ from folovllm.apps.bench.serving import Point, drive  # noqa: E402
 from folovllm.apps.bench.workload import BenchRequest  # noqa: E402
 from folovllm.config import EngineConfig  # noqa: E402
 from folovllm.electives.server.async_engine import AsyncEngine  # noqa: E402
-from folovllm.electives.server.transport import ThreadTransport  # noqa: E402
+from folovllm.electives.server.transport import ThreadEngineClient  # noqa: E402
 from folovllm.engine.llm_engine import LLMEngine, make_engine  # noqa: E402
 from folovllm.engine.setup import EngineSetup  # noqa: E402
 from folovllm.executor.packed_executor import PackedExecutor  # noqa: E402
@@ -96,7 +96,7 @@ def engine_over_device(config: EngineConfig) -> LLMEngine:
 def engine(**fields: Any) -> AsyncEngine:
     """An engine over it, in a thread."""
     config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=256, use_tqdm=False, **fields)
-    return AsyncEngine(config, transport=ThreadTransport(engine_over_device))
+    return AsyncEngine(config, transport=ThreadEngineClient(engine_over_device))
 
 
 async def ask(engine: AsyncEngine, replies: list[Reply], limit: int, request: BenchRequest) -> None:

@@ -37,7 +37,7 @@ class SlidingBlockManager(BlockManager):
         self.window = window
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """As without a window, once what `seq` has left behind is given back; that also if there is no room."""
+        """Give back the blocks before the window, then allocate. False if there is no room: then these blocks stay given back."""
         self.give_back(seq)
         return super().allocate_slots(seq, num_new_tokens)
 
@@ -58,7 +58,7 @@ class SlidingBlockManager(BlockManager):
         return max(0, seq.num_computed_tokens + 1 - self.window) // self.block_size
 
     def free(self, seq: Sequence) -> None:
-        """Take back what `seq` still holds."""
+        """Free the blocks that `seq` holds. Those before the window (GONE in its table) were given back before."""
         seq.block_table[:] = [block_id for block_id in seq.block_table if block_id != GONE]
         super().free(seq)
 
@@ -71,7 +71,7 @@ class SlidingPrefixCachingBlockManager(SlidingBlockManager, PrefixCachingBlockMa
     """
 
     def num_behind(self, seq: Sequence) -> int:
-        """As `SlidingBlockManager`, of those that have their name: it is given to blocks in the table."""
+        """Blocks before the window that have their hash: only a block in the table can get one."""
         return min(super().num_behind(seq), len(cached_prefix_of(seq).serials))
 
 

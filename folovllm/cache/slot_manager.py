@@ -22,7 +22,7 @@ class FreeSlots(list[int]):
         self._events = events
 
     def pop(self, index: SupportsIndex = -1) -> int:
-        """Take a block."""
+        """Take a block and return its id."""
         block_id = super().pop(index)
         if self._events.on:
             self._events.emit(BlockClaimed(block_id))

@@ -11,7 +11,7 @@ GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # Linux's contr
 
 
 def num_cores() -> int:
-    """Those that this process may run on, and no more than a control group's quota, rounded up."""
+    """Return how many cores this process may use: those it may run on, at most a control group's quota, rounded up."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in groups() if (quota := quota_of(folder)) is not None]
     return min(allowed, *(max(1, math.ceil(quota)) for quota in quotas)) if quotas else allowed

@@ -91,7 +91,7 @@ class ConnectedScheduler:
         return self.inner.sequences(output)
 
     def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:
-        """As `Scheduler.postprocess`; the connector hears how long the step took."""
+        """Do what `Scheduler.postprocess` does. The connector gets the time since scheduling or the last arrival (the later)."""
         num_tokens, start = self._begun.popleft()
         now = time.monotonic()
         self.connector.observe_step(num_tokens, now - max(start, self._arrived))

@@ -17,7 +17,7 @@ from folovllm.distributed.gpus import check_gpus
 from folovllm.distributed.sharding import local_config
 from folovllm.learn import builders
 from folovllm.models.model_config import head_dim_of, num_kv_heads_of, num_linear_of, num_positions
-from folovllm.models.registry import quantization_of
+from folovllm.models.registry import quantization_hook
 from folovllm.step.kv_format import FP8
 
 NAIVE = ("torch_naive", "native")  # what a user may call the backend of M1's growing cache, `TorchCatBackend`
@@ -59,7 +59,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
 
     path = resolve_model(config.model)
     hf_config = load_hf_config(path, config)
-    quantization = quantization_of(hf_config, config)
+    quantization = quantization_hook(hf_config, config)
     if quantization is not None:
         hf_config = quantization.configured(hf_config, config)
     device = choose_device(config.device)

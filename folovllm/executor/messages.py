@@ -39,7 +39,7 @@ def encode_step(step: PackedStep | TokenBitmasks) -> Int32:
 
 
 def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
-    """Decode what `encode_step` encoded."""
+    """Return the packed step or the bitmasks that `encode_step` encoded."""
     if message[0] == MASKS:
         rows, bits = np.split(message[2:], [int(message[1])])
         return TokenBitmasks(rows, bits.reshape(len(rows), -1))
@@ -59,7 +59,7 @@ def encode_result(result: object) -> Int32:
 
 
 def decode_result(message: Int32) -> Any:
-    """Decode what `encode_result` encoded."""
+    """Return the result that `encode_result` encoded."""
     return pickle.loads(message.tobytes())  # behind the end of the pickle nothing is read
 
 

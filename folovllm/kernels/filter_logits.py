@@ -133,7 +133,7 @@ def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def choose_cut(largest, weights, top, field_ptr, vocab_size, inverse):
-    """Return the cut of a row: (logit, whether the weight of tokens below it counts in the sum of top_p).
+    """Return the cut of a row: (logit, whether the weight of tokens below it counts for top_p: not with top_k or min_p).
 
     With top_k it is the k-th largest of the groups' largest logits. With min_p it is its threshold, less a margin for rounding.
     With top_p alone the tokens above it have that probability, plus a margin for rounding.

@@ -13,11 +13,12 @@ import triton.language as tl
 NOTHING = tl.constexpr(0x7FFFFFFF)  # the first query of an unused entry
 
 
-@triton.jit(
-    do_not_specialize=["first_seq", "num_tiles"], do_not_specialize_on_alignment=["start_ptr", "len_ptr"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["first_seq", "num_tiles"], do_not_specialize_on_alignment=["start_ptr", "len_ptr"])
 def list_tiles_kernel(start_ptr, len_ptr, tile_ptr, first_seq, num_tiles, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Program (sequence after `first_seq`): lists its tiles. The last tile comes first, because it has the most keys."""
+    """Program (sequence after `first_seq`): writes (sequence, first query) of its tiles, the last tile, with most keys, first.
+
+    A sequence of length 0 has no tiles. The last program fills the list up to `num_tiles` with NOTHING for the first query.
+    """
     seq, i = tl.program_id(0), tl.arange(0, WIDTH)
     start_ptr += first_seq
     len_ptr += first_seq
@@ -30,7 +31,7 @@ def list_tiles_kernel(start_ptr, len_ptr, tile_ptr, first_seq, num_tiles, TILE_M
     new = tl.load(start_ptr + seq + 1) - tl.load(start_ptr + seq)
     mine = tl.cdiv(tl.minimum(new, tl.load(len_ptr + seq)), TILE_M)
     end = mine
-    if seq == tl.num_programs(0) - 1:  # the last program fills the unused entries
+    if seq == tl.num_programs(0) - 1:
         end = num_tiles - before
     for first in range(0, end, WIDTH):
         t = first + i

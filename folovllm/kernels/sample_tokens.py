@@ -101,7 +101,7 @@ def sample_tokens(
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
-        out, keep: as in `gumbel_max`.
+        out: [at least S] int64, receives the tokens. keep: (`last_token`, `rows`): `last_token[rows]` receives the tokens too.
 
     Returns:
         [S] int64.

@@ -45,7 +45,7 @@ class DType:
 
     @cached_property
     def rank(self) -> tuple[int, int, str]:
-        """Of two types, operands take the one of higher rank: floats before integers, then wide ones before narrow ones."""
+        """Operands take the type of the higher rank (tuple): floats before integers, then wide ones before narrow ones."""
         return "biuf".index(np.dtype(self.array).kind.replace("u", "i")), self.primitive_bitwidth, self.name
 
     def pack(self, values: np.ndarray) -> np.ndarray:
@@ -56,6 +56,7 @@ class DType:
         return narrow.view(getattr(torch, self.bits.__name__)).numpy()
 
     def unpack(self, bits: np.ndarray) -> np.ndarray:
+        """Return the values of numbers as memory holds them."""
         if self.array is self.bits:
             return bits
         return torch.from_numpy(np.array(bits)).view(getattr(torch, self.name)).float().numpy()
@@ -95,6 +96,7 @@ class Argument:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Argument:
+        """Return the argument that shares the memory of `tensor`."""
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         flat = tensor.detach().as_strided((last + 1 if tensor.numel() else 0,), (1,))
         return cls(name, tensor.data_ptr(), flat.view(torch.uint8).numpy())
@@ -116,6 +118,7 @@ class Tensor:
         return getattr(self.dtype, "element_ty", self.dtype)
 
     def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
+        """Return the tile in another type: its values rounded to it, or with `bitcast` its bits read as that type."""
         if isinstance(dtype, pointer_type):
             return Tensor(self.data, dtype, self.argument)
         if bitcast:
@@ -158,7 +161,7 @@ def as_tensor(x: Any, dtype: DType | None = None) -> Tensor:
 
 
 def promoted(a: Any, b: Any, divides: bool = False) -> tuple[np.ndarray, np.ndarray, DType]:
-    """Two operands' values in the type that Triton computes in, and this type.
+    """Return two operands' values in the type that Triton computes in, and this type.
 
     A Python number takes the tensor's type, unless it is of a higher kind (bool, integer, float). Numbers in half precision are
     divided in float32.
@@ -267,6 +270,7 @@ def broadcast(*tensors: Tensor) -> list[Tensor]:
 
 
 def load(pointer: Tensor, mask: Any = None, other: Any = None, cache_modifier: str = "", **_: Any) -> Tensor:
+    """Return the numbers at the addresses of a tile. Where `mask` is False nothing is read, and `other` stands."""
     if mask is None:
         return builder.create_load(pointer, cache_modifier, "", False)
     pointer, mask = broadcast(pointer, as_tensor(mask))
@@ -290,6 +294,7 @@ def atomic(name: str) -> Callable[..., Tensor]:
 
 
 def full(shape: Any, value: Any, dtype: DType) -> Tensor:
+    """Return a tile full of `value`. Raises ValueError for a size that is no power of two."""
     sizes = [operator.index(size) for size in shape]
     if any(size < 1 or size & (size - 1) for size in sizes):
         raise ValueError(f"the sizes of a tile are powers of two, not {sizes}")

@@ -1,4 +1,4 @@
-"""A stranger's `config.json`: refused before it makes anything large, or lacks what every decoder of text has."""
+"""Refuses a stranger's `config.json` (`fields`) that lacks what every decoder of text has, or would make something too large."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = ("_size", "_dim", "_heads", "_experts", "_per_tok")  # how fields end th
 
 
 def checked_config(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
-    """Return the `PretrainedConfig` of a folder. `fields`: its config.json. Raises ValueError for what no model here can be."""
+    """Return a folder's PretrainedConfig or its text part. Raises ValueError for bad sizes. Call it within `reading`."""
     for each in (fields, fields.get("text_config")):  # transformers makes lists of this length
         layers = each.get("num_hidden_layers") if isinstance(each, dict) else None
         if isinstance(layers, int) and layers > MOST_LAYERS:

@@ -45,7 +45,7 @@ class CpuDecoderLayer(LlamaDecoderLayer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `LlamaDecoderLayer`; both may be written over."""
+        """Return what `LlamaDecoderLayer` does, [T, H] twice. `x` and `residual` may be overwritten."""
         cache = self.self_attn.attn.kv_cache
         if self._layer is None or not self._kernels.decodes(batch, cache):
             return super().forward(x, residual, batch)

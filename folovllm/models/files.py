@@ -116,7 +116,7 @@ def full_tokenizer(tokenizer: Any) -> Any:
 
 
 def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All ids that end a text: the generation config's, else the model config's, and the tokenizer's."""
+    """Return all ids in the vocabulary that end a text: the generation config's, else the model config's, and the tokenizer's."""
     with reading(f"the ids that end a text in {path}"):
         file = path / "generation_config.json"
         declared = (read_json(file) if file.is_file() else {}).get("eos_token_id")

@@ -87,7 +87,7 @@ class FusedLlamaAttention(LlamaAttention):
     def prepare(
         self, qkv: torch.Tensor, batch: ForwardBatch, stream: torch.Tensor | None = None, eps: float = 0.0
     ) -> torch.Tensor:
-        """As `LlamaAttention`. With `stream` [T, H], `qkv` was computed from it without its norm (`qk_norm_rope_store`)."""
+        """Return the queries, [T, Hq, D]; cache K and V. With `stream` [T, H], `qkv` comes from it without its norm."""
         query, key, value = self.split_heads(qkv)
         return qk_norm_rope_store(
             query, key, value, batch.positions, self.attn.kv_cache, batch.slot_mapping, self.preparation(), stream, eps

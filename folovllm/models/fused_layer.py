@@ -105,7 +105,7 @@ class LastTokensModel(LlamaModel):
     """Lets the last layer compute what is read of it: K and V of all tokens, and the rest for each sequence's last token."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """As `LlamaModel`; where nobody reads others and they are many, only the last tokens' hidden states, [S, H]."""
+        """Return the hidden states [T, H]; only those of last tokens, [S, H], if the others are many and not read."""
         last = self.layers[-1]
         left_out = len(batch.input_ids) - batch.num_seqs if batch.only_last else 0
         if left_out < MANY or not _leaves_a_stream(last):

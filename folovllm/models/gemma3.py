@@ -36,7 +36,7 @@ class Gemma3RMSNorm(RMSNorm):
         self.weight.data.add_(1).mul_(factor)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """As `RMSNorm`; rounded to the dtype of `x` once, at the end."""
+        """Return the normed `x`, rounded to its dtype once, at the end; with a residual, that of the sum, and the sum."""
         total = x if residual is None else x + residual
         normed = nn.functional.rms_norm(total.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return normed if residual is None else (normed, total)
@@ -68,7 +68,7 @@ class Gemma3Model(LlamaModel):
 
     @staticmethod
     def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
-        """As `LlamaModel`, by the kind of the layer."""
+        """Return the table of angles of each layer: one that all layers of its kind share."""
         own, kinds, tables = copy(config), config.layer_types[: config.num_hidden_layers], {}
         for kind in set(kinds):
             own.rope_parameters = config.rope_parameters[kind]
@@ -76,7 +76,7 @@ class Gemma3Model(LlamaModel):
         return [tables[kind] for kind in kinds]
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """As `LlamaModel`; the factor is rounded to the model's dtype, as in its training."""
+        """[T] -> the embeddings times sqrt(H), [T, H]. The factor is rounded to the model's dtype, as in its training."""
         x = super().embed(input_ids)
         return x * torch.tensor(x.shape[1] ** 0.5, dtype=x.dtype, device="cpu").item()
 

@@ -18,7 +18,7 @@ def given_tensors(
     shard: Shard | None,
     local_tensors: Callable[..., Iterable[tuple[str, torch.Tensor]]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `read_tensors`, of tensors in memory."""
+    """Yield our names and tensors (with `shard` the rank's parts) of tensors in memory. ValueError: one cannot be used."""
     for given_name, given in map(as_named, tensors):
         for name, tensor in local_tensors(given_name, given):
             if not is_ignored(name, linear_methods):

@@ -1,4 +1,4 @@
-"""The hook for models whose weights are quantized. `registry.quantization_of` returns what knows a model's quantization."""
+"""The hook for models whose weights are quantized. `registry.quantization_hook` returns it."""
 
 from __future__ import annotations
 

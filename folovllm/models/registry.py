@@ -1,4 +1,4 @@
-"""Find a model's class by the architecture name in its `config.json`, and who knows its quantization, and build it."""
+"""Find a model's class by the architecture name in its `config.json`, find the hook for its quantization, and build it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ NEEDED = ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")  # beside 
 PLAIN_LAYERS = LayerSet()
 
 
-def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = None) -> Quantization | None:
-    """Return what knows the model's quantization; None where neither the model nor `config` asks for one."""
+def quantization_hook(hf_config: PretrainedConfig, config: EngineConfig | None = None) -> Quantization | None:
+    """Return the hook for quantized models (`Quantization`); None if neither checkpoint nor `config` asks for quantization."""
     in_config = config is not None and "quantization" in config.extras
     if not in_config and getattr(hf_config, "quantization_config", None) is None:
         return None
@@ -79,7 +79,7 @@ def build_model(
     """
     try:
         model_class = get_model_class(hf_config)
-        if (hook := quantization_of(hf_config)) is not None:
+        if (hook := quantization_hook(hf_config)) is not None:
             packed, renamed = model_class.packed_modules_mapping, model_class.renamed
             layers = replace(layers, quantized=hook.linear_methods_of(hf_config, packed, renamed))
         absent = [field for field in NEEDED if getattr(hf_config, field, None) is None]

@@ -26,7 +26,7 @@ def load_sharded_model(
     into: LlamaForCausalLM | None = None,
     weights: Path | Tensors | None = None,
 ) -> LlamaForCausalLM:
-    """As `load_native_model`, the rank's part of the model. Only this part of the checkpoint is read.
+    """Build the rank's part of the model, then load its weights. Only this part of the checkpoint is read.
 
     `setup` and `layers` are those of the whole model. Random weights are sharded too: they do not depend on the number of ranks.
     """

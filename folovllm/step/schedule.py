@@ -55,7 +55,7 @@ class SamplingSpec:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is sampled."""
+        """Whether the temperature is 0."""
         return self.temperature == 0
 
     @property

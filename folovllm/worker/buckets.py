@@ -96,10 +96,10 @@ def prompt_buckets(max_num_seqs: int, budget: int) -> list[Bucket]:
 
 def buckets_for(setup: EngineSetup, more: list[Bucket]) -> list[Bucket]:
     """Return the buckets to capture beside those of decodes. There are none on a CPU, where launches cost little."""
-    return every_bucket(setup, more) if setup.device.type == "cuda" else []
+    return prompt_and_draft_buckets(setup, more) if setup.device.type == "cuda" else []
 
 
-def every_bucket(setup: EngineSetup, more: list[Bucket]) -> list[Bucket]:
+def prompt_and_draft_buckets(setup: EngineSetup, more: list[Bucket]) -> list[Bucket]:
     """Return all buckets but those of decodes: those for steps with prompts, and `more`, for steps with drafts."""
     return prompt_buckets(setup.max_num_seqs, setup.max_num_batched_tokens) + more
 

@@ -93,10 +93,7 @@ class GraphRunner:
         self._verifier = verifier
         self.buckets: list[int] = []  # widths of decode steps
         self._decodes: dict[int, Bucket] = {}  # by width
-        self._others: dict[bool, list[Bucket]] = {
-            False: [],
-            True: [],
-        }  # by whether they are for drafts; small ones first
+        self._others: dict[bool, list[Bucket]] = {False: [], True: []}  # by whether for drafts; small ones first
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs = graphs
         self._other_graphs: dict[tuple[Bucket, str], StepGraph] = {}
@@ -121,7 +118,7 @@ class GraphRunner:
         return self._runner
 
     def load_model(self) -> None:
-        """Build the model and load its weights."""
+        """Build the model and load its weights. `initialize_kv_cache` allocates the buffers and captures steps."""
         self._runner.load_model()
 
     def forget_graphs(self) -> None:
@@ -132,7 +129,7 @@ class GraphRunner:
         self._graph_pool = self._graph_pool.anew()
 
     def capture_again(self) -> None:
-        """Capture what `forget_graphs` dropped, if steps are captured."""
+        """Capture the steps that `forget_graphs` dropped; none if steps are not captured."""
         if self.buckets:
             self.capture_cudagraph()
 

@@ -15,7 +15,7 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.models.files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
 from folovllm.models.messages import what_is_wrong
-from folovllm.models.registry import quantization_of
+from folovllm.models.registry import quantization_hook
 from folovllm.sample.logprobs import score_in_pieces
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
@@ -46,7 +46,7 @@ class HFModelRunner:
     def load_model(self) -> None:
         """Load the weights, from safetensors only: a pickle could run code."""
         setup = self._setup
-        files, quantization = checkpoint_files(setup.path), quantization_of(setup.hf_config)
+        files, quantization = checkpoint_files(setup.path), quantization_hook(setup.hf_config)
         if quantization is None:  # else transformers decodes the weights
             require_float_weights(files)
         with reading(f"the model in {setup.path}"), progress_bars(setup.config.use_tqdm):
@@ -69,7 +69,7 @@ class HFModelRunner:
         self.model = model.to(setup.device).eval()
 
     def initialize_kv_cache(self) -> int:
-        """Nothing to allocate: caches grow with their sequences."""
+        """Return 0, for there are no blocks: caches grow with their sequences."""
         return 0
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:

@@ -33,7 +33,7 @@ class SerialModelRunner:
         self.model = self._load()
 
     def initialize_kv_cache(self) -> int:
-        """Give each attention layer an empty cache, and layers that keep a state one slot."""
+        """Give each attention layer an empty cache, and layers with a state one slot. Returns 0: there are no blocks."""
         if num_linear_of(self._setup.hf_config):
             from folovllm.worker.kv_memory import free_memory  # here, for few models have such layers
 

@@ -231,7 +231,7 @@ print("|".join(pieces))
 # %%
 import folovllm.build
 from folovllm.engine.llm_engine import make_engine as make_any_engine
-from folovllm.electives.server.transport import ThreadTransport
+from folovllm.electives.server.transport import ThreadEngineClient
 from folovllm.step.schedule import NothingScheduled, StepResult
 
 
@@ -271,7 +271,7 @@ def make_engine(config):
         return make_any_engine(config)
 
 
-engine = AsyncEngine(**MODEL, enable_prefix_caching=False, transport=ThreadTransport(make_engine))  # so that no run helps the next
+engine = AsyncEngine(**MODEL, enable_prefix_caching=False, transport=ThreadEngineClient(make_engine))  # so that no run helps the next
 await engine.start()
 
 # %% [markdown]
@@ -511,7 +511,7 @@ def forgets_the_end(self, delta, now):
 
 async def two_clients():
     """What each of two clients gets within a second."""
-    async with AsyncEngine(**MODEL, transport=ThreadTransport(make_engine)) as victim:
+    async with AsyncEngine(**MODEL, transport=ThreadEngineClient(make_engine)) as victim:
 
         async def ask(number):
             got = 0

@@ -20,7 +20,7 @@ from folovllm.apps.inspector.paced import LiveLines
 from folovllm.apps.inspector.replay import Recording, parse
 from folovllm.apps.inspector.watcher import Watcher
 from folovllm.electives.server.config import ServerConfig
-from folovllm.electives.server.transport import ThreadTransport
+from folovllm.electives.server.transport import ThreadEngineClient
 from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import make_engine
 from tests.helpers import tiny_checkpoint
@@ -127,7 +127,7 @@ def test_the_stream_is_a_recording(server: Background) -> None:
         assert {ev.PrefixHit, ev.BlockCached, ev.TableFreed} <= kinds
 
 
-class Kept(ThreadTransport):
+class Kept(ThreadEngineClient):
     """A transport that lets the test look at the engine."""
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ class TestQuantization:
             llm(quantization="int4", random_weights=True)
         config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
         with pytest.raises(ValueError, match=r"needs the package folovllm\.gone"):
-            registry.quantization_of(config)  # type: ignore[arg-type]
+            registry.quantization_hook(config)  # type: ignore[arg-type]
 
 
 class TestModels:

@@ -15,7 +15,7 @@ from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.errors import EngineDead, Unavailable
 from folovllm.electives.server.messages import Delta, Failure, SchedulerStats, Step
 from folovllm.electives.server.stream import Stream
-from folovllm.electives.server.transport import ThreadTransport
+from folovllm.electives.server.transport import ThreadEngineClient
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
@@ -249,7 +249,7 @@ class TestThread:
             raise error
 
         async def main() -> None:
-            await AsyncEngine(transport=ThreadTransport(fail)).start()
+            await AsyncEngine(transport=ThreadEngineClient(fail)).start()
 
         before = {*threading.enumerate()}
         with pytest.raises(kind, match=str(error)):

@@ -10,7 +10,7 @@ import pytest
 
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
-from folovllm.electives.server.transport import ThreadTransport
+from folovllm.electives.server.transport import ThreadEngineClient
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, events_in, served
@@ -149,7 +149,7 @@ class TestHealth:
                 raise error("the device is gone")
 
         with Background(
-            ServerConfig(), ThreadTransport(lambda config: Ending(config)), model=str(tiny_checkpoint())
+            ServerConfig(), ThreadEngineClient(lambda config: Ending(config)), model=str(tiny_checkpoint())
         ) as server:
             _, said = server.ask("/v1/completions", {"prompt": [5], "stream": True})
             assert "the engine has ended: " in events_in(said)[0]["error"]["message"]

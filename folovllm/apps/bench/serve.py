@@ -74,17 +74,17 @@ class Observed:
 
     @property
     def tokens_per_cpu_second(self) -> float:
-        """The same by the processor's time."""
+        """Generated tokens a second of processor time, prefill included."""
         return self.output_tokens / max(self.cpu_seconds, 1e-9)
 
     @property
     def mean_running(self) -> float:
-        """Sequences in flight, over the looks, which all count alike."""
+        """Sequences in flight, the mean over the looks."""
         return fmean(stats.running for stats in self.looks)
 
     @property
     def mean_waste(self) -> float:
-        """Share of the reserved bytes that hold no token, likewise."""
+        """Share of the reserved bytes that hold no token, the mean over the looks."""
         return fmean(stats.kv_waste for stats in self.looks)
 
     def count_request(self, output: RequestOutput) -> None:
@@ -95,7 +95,7 @@ class Observed:
             self.reused += output.num_cached_tokens
 
     def count_step(self, step: StepStats) -> None:
-        """Add one step."""
+        """Count a step and the sequences that ran in it. If it has decodes, `longest_gap` is at least its duration then."""
         self.steps += 1
         self.batch += step.running
         if step.num_decode_tokens:

@@ -105,7 +105,7 @@ class Load:
 
     @property
     def first_error(self) -> str | None:
-        """Why the first one failed that did."""
+        """The error of the first request that failed; None if none did."""
         return next((reply.error for reply in self.replies if reply.error is not None), None)
 
 
@@ -142,12 +142,13 @@ def flags_of(fields: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def serving(command: list[str], **options: Any) -> Iterator[str]:
-    """The address that `folovllm serve`, run by this command, prints; at the end of the block the server ends.
+    """Run `folovllm serve` by this command and yield the address that it prints. At the end of the block the server ends.
 
-    It has a session of its own, since a Ctrl-C is ours alone: the server ends when its figures are taken.
+    It has a session of its own, so a Ctrl-C does not reach it: the server ends after its figures are taken. The start has no
+    time limit. `options` are further ones of `subprocess.Popen`, which has its streams from here.
 
     Raises:
-        ValueError: it does not start; the sentence has the end of its log.
+        ValueError: it ended without an address; the message has the end of its log.
     """
     with (
         tempfile.TemporaryFile("w+") as log,

@@ -84,7 +84,7 @@ class Subscribers:
             subscriber.changed.set()
 
     async def events(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
-        """Server-sent events for a subscriber."""
+        """Yield what waits for a subscriber as server-sent events, until `close`. The caller calls `remove`."""
         while not subscriber.is_over or subscriber.unread:
             try:
                 async with asyncio.timeout(KEEP_ALIVE):

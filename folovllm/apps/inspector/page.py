@@ -33,7 +33,7 @@ def served_page(source: dict[str, Any], prefix: str) -> str:
 def whole_page(source: dict[str, Any], in_english: bool = False) -> str:
     """The page with everything in it. Modules become `data:` addresses, under names that an import map knows.
 
-    `in_english`: without its words in other languages, which take 18 kB.
+    `in_english`: without the Chinese strings, which take 18 kB.
     """
     modules = {file.name: _bare(file.read_text(encoding="utf-8")) for file in sorted(STATIC.glob("*.js"))}
     addresses = {

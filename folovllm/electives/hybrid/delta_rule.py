@@ -93,7 +93,7 @@ def delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`delta_rule_chunk` over any number of tokens: chunk after chunk, each from the state that the one before left."""
+    """Return what `delta_rule_chunk` does, of any number of tokens: each chunk begins with the state that the one before left."""
     outputs = []
     for part in zip(*(x.split(CHUNK) for x in (query, key, value, g, beta)), strict=True):
         out, state = delta_rule_chunk(state, *part)

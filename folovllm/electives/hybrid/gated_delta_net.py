@@ -102,7 +102,7 @@ class GatedDeltaNet(StateLayer):
 
     @property
     def state_flops(self) -> int:
-        """Of the convolution; then k S, the outer product that is added, and q S, each two for a number of a matrix."""
+        """Those of the convolution; and two a number of S for each of k S, the outer product that is added, and q S."""
         return 2 * self.conv1d.weight.numel() + 6 * self.num_v_heads * self.k_dim * self.v_dim
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -157,7 +157,10 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         self._saves: dict[int, int] = {}
 
     def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:
-        """The copies of states that a step makes (`folovllm.electives.hybrid.state_layer.STATES`)."""
+        """Return the copies of states that a step makes, under `STATES`; None if it makes none. Each copy is returned once.
+
+        They are [n, 3] int32: index in the step, snapshot to load, snapshot to save. NO_SNAPSHOT stands for none.
+        """
         loads, saves = self._loads, self._saves
         copies = [
             (i, loads.pop(scheduled.seq_id, NO_SNAPSHOT), saves.pop(scheduled.seq_id, NO_SNAPSHOT))

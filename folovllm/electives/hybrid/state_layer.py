@@ -41,7 +41,7 @@ class StateLayer(nn.Module, ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Memory of one sequence's state. Each decode reads it and writes it."""
+        """Bytes of one sequence's state. Each decode reads and writes them."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.state_shapes())
 
     @property
@@ -59,7 +59,7 @@ def lacks_initial_state(batch: ForwardBatch) -> torch.Tensor:
 
 
 def num_snapshots(setup: EngineSetup) -> int:
-    """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
+    """Return how many snapshots of states are kept; 0 if prefixes are not cached, or no layer keeps a state."""
     if not (setup.config.enable_prefix_caching and num_linear_of(setup.hf_config)):
         return 0
     return setup.config.num_snapshots or max(16, setup.max_num_seqs)

@@ -134,7 +134,7 @@ def move_blocks(engine: LLMEngine, copy: Copy, ids: list[int], skip: int, count:
 
 
 def cache_facts(worker: Any) -> tuple[str, tuple[int, ...]]:
-    """What a rank knows of its cache: the dtype, and the shape of a block (`Layout.shape`)."""
+    """Return the dtype of a rank's cache and the shape of its blocks, [L, 2, Hkv, B, bytes of D numbers], for `Layout`."""
     cache = runner_of(worker).kv_cache
     layers, two, _, heads, size, numbers = cache.shape
     return str(cache.dtype).removeprefix("torch."), (layers, two, heads, size, numbers * cache.element_size())
@@ -172,7 +172,7 @@ def copy_blocks(
 
 @lru_cache(MOST_MAPPED)
 def mapped(ref: SegmentRef, is_cuda: bool) -> torch.Tensor:
-    """A segment [words]. It stays mapped, and pinned where there is a GPU (which takes long), until many others have come."""
+    """Return a segment, int32 [words], pinned for a GPU. It stays mapped until many others come. ValueError: it is gone."""
     if (data := open_segment(ref)) is None:
         raise ValueError("the shared memory of K/V is gone")
     memory = torch.frombuffer(data, dtype=torch.int32)

@@ -28,13 +28,13 @@ Engine = Any  # a server's, with `setup`, `call` and `generate`
 async def get_computed_blocks(
     engine: Engine, token_ids: bytes = b"", salt: str | None = None
 ) -> tuple[wire.Layout, int]:
-    """Call `blocks.get_computed_blocks` in the engine, between two steps."""
+    """Return the engine's `Layout` and how many blocks of a prompt are cached, as it says between two steps."""
     found = await engine.call("call_function", f"{BLOCKS}:get_computed_blocks", {"token_ids": token_ids, "salt": salt})
     return msgspec.msgpack.decode(found, type=tuple[wire.Layout, int])
 
 
 async def copy_blocks(engine: Engine, function: str, copy: wire.Copy) -> int:
-    """Call `blocks.export_blocks` or `blocks.import_blocks` in the engine, between two steps."""
+    """Call `export_blocks` or `import_blocks` (`function`) in the engine, between two steps. Returns its number of blocks."""
     return int(await engine.call("call_function", f"{BLOCKS}:{function}", {"copy": msgspec.msgpack.encode(copy)}))
 
 

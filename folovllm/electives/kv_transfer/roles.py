@@ -46,7 +46,7 @@ async def role(engine: Engine, name: str, peer: str, seconds: float) -> AsyncIte
 
 
 def address_of(peer: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT"; a host with colons stands in brackets. Raises ValueError."""
+    """Return host and port of "HOST:PORT"; a host with colons stands in brackets. Raises ValueError for another form."""
     host, colon, port = peer.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not re.fullmatch(r"[\w.:%-]+", host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:

@@ -160,7 +160,7 @@ class Connection:
             raise WireError("the peer has another secret: FOLOVLLM_PEER_SECRET must be one text on both sides")
 
     async def send(self, message: Message) -> None:
-        """Send a message. Raises what `write` raises."""
+        """Send a message. Raises TimeoutError, an OSError, if the peer takes nothing for too long."""
         body = _encoder.encode(message)
         await self.write(len(body).to_bytes(4, "little") + body)
 

@@ -122,7 +122,7 @@ def run_one_by_one(
     order: torch.Tensor,
     starts: torch.Tensor,
 ) -> torch.Tensor:
-    """Do what `Experts.forward` promises, with functions that each turn [n, H] into [n, H]."""
+    """Return what `Experts.forward` does, [T * k, H]. `experts` are functions [n, H] -> [n, H], run one after the other."""
     answers, top_k = x.new_zeros(len(order), x.shape[1]), len(order) // max(1, len(x))
     for expert, (first, end) in zip(experts, pairwise(starts.tolist()), strict=True):
         if first < end:

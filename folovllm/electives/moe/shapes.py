@@ -17,5 +17,5 @@ def expert_shapes(config: PretrainedConfig) -> Shapes:
 
 
 def expert_size_of(config: PretrainedConfig) -> int:
-    """I of one expert. Qwen's configs keep it beside that of a dense MLP, Mixtral's in its place."""
+    """Return I, the intermediate size of one expert. Qwen's configs keep it beside a dense MLP's, Mixtral's in its place."""
     return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)

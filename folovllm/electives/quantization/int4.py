@@ -81,7 +81,7 @@ class Int4(QuantizedLinearMethod):
         return views
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        """Words and zeros are int32, all else floats."""
+        """Return the dtypes that a tensor of the checkpoint may have: words and zeros are int32, all else floats."""
         words, _, zeros = self.names
         return ("I32",) if kind == words or (kind == zeros and not self.with_minimum) else FLOATS
 
@@ -206,7 +206,7 @@ class Int4Weight:
 
 
 def int4_of(layer: LinearBase) -> Int4Weight:
-    """Return what `create` gave the layer."""
+    """Return the weight that `create` gave the layer."""
     return cast(Int4Weight, layer.int4)
 
 

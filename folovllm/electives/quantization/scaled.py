@@ -78,7 +78,7 @@ class Scaled(QuantizedLinearMethod):
         return {"weight": codes, self.scale_name: torch.split(layer.scale.data, self.scale_rows(layer))}
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        """Codes have their own dtype, scales any float."""
+        """Return the dtypes that a tensor of the checkpoint may have: codes have their own, scales any float."""
         return self.code_names if kind == "weight" else FLOATS
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:

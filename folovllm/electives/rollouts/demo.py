@@ -73,7 +73,7 @@ def count_of(colour: str, story: str) -> int:
 
 
 def reward_of(colour: str, story: str) -> tuple[float, float]:
-    """Up to 1 for naming the colour `BEST_COUNT` times, and up to 1 for a length of `BEST_WORDS` words.
+    """Return two rewards: up to 1 for naming the colour `BEST_COUNT` times, up to 1 for a length of `BEST_WORDS` words.
 
     The model's own stories, of about 100 words, must earn some of each: what earns all of them nothing teaches nothing.
     """

@@ -32,7 +32,7 @@ from folovllm.models.loader import (
     require_finite,
 )
 from folovllm.models.messages import some_of
-from folovllm.models.registry import build_model, default_dtype, quantization_of
+from folovllm.models.registry import build_model, default_dtype, quantization_hook
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
@@ -169,7 +169,7 @@ class Undelivered:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """There are outputs to hand out."""
+        """Return True: there are outputs to hand out."""
         return True
 
 
@@ -226,7 +226,7 @@ def require_same_codes(engine: LLMEngine, folder: Path) -> None:
     if not file.is_file() or not (getattr(own, QUANTIZED, None) or read_json(file).get(QUANTIZED)):
         return
     given = load_hf_config(folder, config)
-    if (quantization := quantization_of(given, config)) is not None:
+    if (quantization := quantization_hook(given, config)) is not None:
         given = quantization.configured(given, config)
     with reading(f"the model in {folder}"):
         built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]

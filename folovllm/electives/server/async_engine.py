@@ -17,7 +17,7 @@ from folovllm.config import EngineConfig
 from folovllm.electives.server import messages as msg
 from folovllm.electives.server.errors import EngineDead, Unavailable
 from folovllm.electives.server.stream import OpenRequests, OutputCollector, Stream, add_message
-from folovllm.electives.server.transport import ProcessTransport, ThreadTransport, Transport
+from folovllm.electives.server.transport import EngineClient, ProcessEngineClient, ThreadEngineClient
 from folovllm.electives.structured_output.grammar_check import GrammarChecker
 from folovllm.electives.structured_output.params import GrammarLimits
 from folovllm.engine.input_processor import InputProcessor
@@ -31,7 +31,7 @@ from folovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("folovllm")
 T = TypeVar("T")
-TRANSPORTS = {"thread": ThreadTransport, "process": ProcessTransport}
+TRANSPORTS = {"thread": ThreadEngineClient, "process": ProcessEngineClient}
 
 
 class AsyncEngine:
@@ -47,7 +47,7 @@ class AsyncEngine:
     Args:
         model: a name, or an `EngineConfig` that says all; the embedded model if left out.
         transport: "thread" (this process; for notebooks, CPUs, tests), "process" (one of its own, over a Unix socket), or
-            a `Transport`.
+            an `EngineClient`.
         grammar_limits: what it may take to check a request's grammar.
         overrides: fields of the `EngineConfig`.
     """
@@ -56,7 +56,7 @@ class AsyncEngine:
         self,
         model: str | EngineConfig | None = None,
         *,
-        transport: str | Transport = "thread",
+        transport: str | EngineClient = "thread",
         grammar_limits: GrammarLimits | None = None,
         **overrides: Any,
     ) -> None:
@@ -258,7 +258,7 @@ class AsyncEngine:
             raise Unavailable("the engine sleeps: wake it up first, a server by POST /wake_up")
 
     def require_running(self) -> None:
-        """As `require_open`, but a sleeping engine will do."""
+        """Raise `EngineDead` or `Unavailable` unless the engine runs, RuntimeError in another event loop. It may sleep."""
         self._require_loop()
         if self.death is not None:
             raise EngineDead(str(self.death))
@@ -267,7 +267,7 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Requests that the engine works on."""
+        """How many requests the engine works on."""
         return len(self._open.by_number)
 
     @property

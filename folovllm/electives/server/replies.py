@@ -279,7 +279,7 @@ class CompletionWriter:
         return Usage(prompt, generated, prompt + generated, {"cached_tokens": cached})
 
     def choices(self, index: int, answer: OutputDelta, is_whole: bool = False) -> list[Any]:
-        """What is new in an answer, or with `is_whole` all of it."""
+        """Return the choices that show `answer`, a delta. With `is_whole` it is the full answer."""
         logprobs = None
         if answer.logprobs is not None:
             logprobs = completion_logprobs(answer.logprobs, [self._starts[index] + at for at in answer.offsets])
@@ -306,7 +306,7 @@ class EchoWriter(CompletionWriter):
         return usage
 
     def choices(self, index: int, answer: OutputDelta, is_whole: bool = False) -> list[CompletionChoice]:
-        """What is new in an answer; the first time, behind its prompt."""
+        """Return the choice that shows `answer`, a delta; the first time its text comes after the prompt."""
         text, logprobs = ("", None) if index in self._begun else self._prompt(index)
         self._begun.add(index)
         choice: CompletionChoice = super().choices(index, answer)[0]
@@ -353,7 +353,7 @@ class ChatWriter(CompletionWriter):
         return answer
 
     def choices(self, index: int, answer: OutputDelta, is_whole: bool = False) -> list[Any]:
-        """What is new in an answer, the role first; or the whole message."""
+        """Return the choices that show `answer`, a delta, after one with the role. With `is_whole` they show the full message."""
         message, reason = self._readers[index].read(answer, is_whole)
         logprobs = None
         if answer.logprobs is not None:

@@ -52,6 +52,7 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
+    """Serve until the process is told to end. Returns its exit code: 1 if the engine died, else 0."""
     shutdown = Shutdown()
     engine = AsyncEngine(
         engine_config,

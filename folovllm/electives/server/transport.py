@@ -26,7 +26,7 @@ GRACE = 5.0  # seconds that the engine has to end by itself
 BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
 
 
-class Transport(asyncio.Protocol, ABC):
+class EngineClient(asyncio.Protocol, ABC):
     """The server's end of a pair of sockets: starts the engine, carries commands to it, and its messages into the event loop.
 
     A subclass says what runs at the other end.
@@ -51,6 +51,7 @@ class Transport(asyncio.Protocol, ABC):
         self._writer, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
 
     def data_received(self, data: bytes) -> None:
+        """Deliver the engine's messages that are complete now. The rest of the bytes wait in `_frames`."""
         for message in self._frames.feed(data):
             self._deliver(msg.decode_message(message))
 
@@ -80,7 +81,7 @@ class Transport(asyncio.Protocol, ABC):
             self._writer.close()
 
 
-class ThreadTransport(Transport):
+class ThreadEngineClient(EngineClient):
     """The engine in a thread of this process: for notebooks, CPUs and tests."""
 
     def __init__(self, make_engine: MakeEngine = make_engine) -> None:
@@ -109,7 +110,7 @@ class ThreadTransport(Transport):
         return "the engine's thread ended"
 
 
-class ProcessTransport(Transport):
+class ProcessEngineClient(EngineClient):
     """The engine in a process of its own: two Pythons, two cores."""
 
     def __init__(self) -> None:

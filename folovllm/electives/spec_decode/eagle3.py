@@ -165,7 +165,7 @@ class Eagle3Head(nn.Module):
         return [] if named is None else [(named, tensor)]
 
     def checkpoint_name(self, name: str) -> str:
-        """Return the folder's name of our tensor, for messages."""
+        """Return the name unchanged. A folder may call the tensor otherwise (`local_name`); messages show our name."""
         return name
 
     def weights_loaded(self) -> None:

@@ -178,7 +178,7 @@ class AdaptiveLength(LengthPolicy):
         return self._by_seq.get(seq_id, self._common)
 
     def pays(self, num_seqs: int, num_tokens: int) -> bool:
-        """Compare costs alone: forced tokens are always accepted."""
+        """Return whether the step then costs less a token. All these tokens are accepted, so only costs are compared."""
         width, cost = num_seqs + num_tokens, self.cost
         return width * cost.of_plain(num_seqs) > self.MARGIN * num_seqs * cost.of_verifying(width)
 

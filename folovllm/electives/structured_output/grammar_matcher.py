@@ -186,10 +186,10 @@ class GrammarMatcher:
         return is_plain and self._grammar.sees_ahead
 
     def finish_ahead(self, lines: Bitmask) -> int | None:
-        """As `finish`, here and behind draft tokens: masks [n, ceil(V / 32)] of a matcher that `sees_ahead`.
+        """Add the ends to the masks [n, ceil(V / 32)] of the next token and of those behind draft tokens, in place.
 
-        The grammar is complete where its mask has an end of the model. Those of the request may be text that the grammar allows.
-        Returns the first place from which nothing leads to an answer of this grammar, if there is one.
+        For a matcher that `sees_ahead`. The grammar is complete where its mask has an end of the model: the request's own ends
+        may be text to it. Where no token leads to an answer, the mask gets the ends alone. Returns the first such index, or None.
         """
         ends, own = self._end_words(lines[0]), self._model_end_ids
         lines[(lines[:, own // 32] >> own % 32 & 1).any(axis=1)] |= ends

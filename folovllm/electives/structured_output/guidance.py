@@ -240,7 +240,7 @@ def kind_of(asked: StructuredOutputsParams) -> str:
 
 
 def require_good(asked: StructuredOutputsParams, error: str) -> None:
-    """Raise ValueError with the library's `error`, if there is one."""
+    """Raise ValueError with the library's `error`, unless it is empty or a warning."""
     if error and not error.startswith("WARNING"):
         no_text = error.startswith("NoExtension")
         says = "no text matches it" if no_text else " ".join(error.split("<backtrace>")[0].split())[:500]
@@ -273,7 +273,7 @@ class GuidanceGrammar(Grammar):
         return bool(self.inner.is_accepting())
 
     def accept_token(self, token_id: int) -> bool:
-        """Take in a token. Beyond its limits the library takes any end for one that the grammar allows."""
+        """Take in a token; False if the grammar forbids it. Beyond its limits the library allows any end."""
         return bool(self.inner.consume_token(token_id)) and not self.inner.is_error()
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:

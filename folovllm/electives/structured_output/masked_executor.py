@@ -88,7 +88,10 @@ class MaskedExecutor:
         return getattr(self._inner, name)
 
     def submit(self, output: SchedulerOutput) -> MaskedStep:
-        """Start one step. Raises `NothingScheduled` if it is empty."""
+        """Start one step. Raises `NothingScheduled` if it is empty.
+
+        A step with grammars samples once all steps before it are collected. Call `wait` of the steps in their order.
+        """
         step = MaskedStep(self, output, self._scheduler.sequences(output))
         if not self._manager.needs_mask(output, step.seqs):
             step.pending = self._inner.submit(output)

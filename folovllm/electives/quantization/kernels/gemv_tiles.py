@@ -257,7 +257,7 @@ def load_residual(residual_ptr, first, num_rows, ROWS: tl.constexpr, TOKENS: tl.
 
 @triton.jit
 def finish(y, residual, out_ptr, first, num_rows, inverse, GATED: tl.constexpr, M: tl.constexpr):
-    """Store the outputs from `first` on, of sums [lines, tokens]."""
+    """Store the outputs from `first` on: sums `y` [lines, tokens] times `inverse`, gated if GATED, plus `residual` (0: none)."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     ROWS: tl.constexpr = y.shape[0] // (1 + GATED)
     y *= inverse

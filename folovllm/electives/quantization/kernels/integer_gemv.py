@@ -295,8 +295,8 @@ REGISTERS = {"int4": (-16, 48), "int8": (64, 13)}
 INPUTS = {"int4": 128, "int8": 64}  # of a tile
 
 
-def num_tiles(width: int, kind: str) -> int:
-    """Return how many tiles a part of a row has."""
+def tiles_per_part(width: int, kind: str) -> int:
+    """Return how many tiles each of the PARTS parts of a row of `width` inputs has."""
     return triton.cdiv(width, INPUTS[kind] * PARTS.value)
 
 
@@ -306,7 +306,7 @@ def can_handle(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
     if kind not in INPUTS or x.itemsize != 2 or num_tokens > 1:
         return False
     has_tiles = block[1] % INPUTS[kind] == 0 or (kind == "int8" and block[1] >= width)
-    return has_tiles and num_tiles(width, kind) <= MOST_WARPS * MOST_TILES[kind]
+    return has_tiles and tiles_per_part(width, kind) <= MOST_WARPS * MOST_TILES[kind]
 
 
 def kernel_config(lines: int, width: int, kind: str, num_sms: int) -> dict[str, int]:
@@ -315,7 +315,7 @@ def kernel_config(lines: int, width: int, kind: str, num_sms: int) -> dict[str, 
     All programs should be on the card's multiprocessors (`num_sms` of them) at once: those for which there is no room at
     first take as long again. What they need is registers, for the words and `x` of their tiles.
     """
-    tiles = num_tiles(width, kind)
+    tiles = tiles_per_part(width, kind)
     splits = min(MOST_WARPS, triton.next_power_of_2(triton.cdiv(tiles, TILES[kind])))
     each = triton.cdiv(tiles, splits)
     base, for_tile = REGISTERS[kind]
