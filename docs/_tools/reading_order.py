@@ -198,6 +198,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/spec_decode/multi_step.py", "", ""),
         ("models/draft_head.py", "", ""),
         ("electives/spec_decode/heads.py", "", "v1/spec_decode/eagle.py"),
+        ("electives/spec_decode/pairing.py", "", "v1/spec_decode/eagle.py"),
         ("electives/spec_decode/head_runner.py", "", "v1/spec_decode/eagle.py"),
         ("electives/spec_decode/head_proposer.py", "", ""),
         ("electives/spec_decode/eagle3.py", "", "model_executor/models/llama_eagle3.py"),

@@ -1,4 +1,4 @@
-"""The hook for a head that drafts: a layer that reads the hidden states of the model beside which it runs, the *target*.
+"""The hook for a draft head: a layer that reads the hidden states of a model, its *target*, and drafts tokens for it.
 
 Speculative decoding (X3) drives any head. A target whose checkpoint holds one names it (`LlamaForCausalLM.mtp_head`).
 """
@@ -20,24 +20,24 @@ class DraftHead(Protocol):
     """Drafts the token after next: from a token, and the hidden state of the token *before* it.
 
     The target has computed tokens 0 to t and sampled token t + 1. The head's input is the pair (token t + 1, hidden state t);
-    its output gives logits for token t + 2. The pair stands at position t: RoPE turns it so, and its K and V are in slot t of
-    the target's own blocks, in a cache of the head's own. Once the head has drafted token t + 2, its own output stands for
-    the hidden state t + 1, which the target has not computed: so a chain goes on, one token a step.
+    its output gives logits for token t + 2. The pair has position t, for RoPE and for its K and V. These are in a cache of the
+    head's own, with the block table of the target. The target has not computed the hidden state t + 1 yet. So the next step of
+    a *chain* of drafts reads the head's own output in its place, with token t + 2.
 
     A head is an `nn.Module` on the target's device and in its dtype. Its K/V layers are its `layers.attention.Attention`
-    modules, all of the shape that `config` gives; who drives it binds a cache and a backend to each before the first call,
-    plans the backend before each `forward`, and pads a batch as it pads the target's. So all methods do device work alone,
-    of fixed shapes: they may be captured in a CUDA graph. On several ranks each has the whole head, and gets the same input.
+    modules, all of the shape in `config`. The runner binds a cache and a backend to each before the first call, plans the backend
+    before each `forward`, and pads batches as it pads the target's. All methods do device work alone, of fixed shapes, so that
+    a CUDA graph can capture them. On several ranks each has the whole head, and gets the same input.
 
     Attributes:
-        config: has `num_attention_heads`, `num_key_value_heads` and `head_dim` of the head's attention, or what
-            `models.model_config.head_dim_of` makes it of, and `hidden_size`: H, the width of what a chain carries.
-        aux_layers: layers of the target of which it wants the hidden state *before* the layer (the output of the one before,
-            plus the residual stream), ascending. None wanted: the target's last hidden state, behind its last norm.
-        target_ids: [Vd] int64, the target's id of each draft id, ascending, where the head knows a part of the vocabulary;
-            None: its logits are the target's own, in the shape of its head's.
+        config: has `num_attention_heads`, `num_key_value_heads` and `hidden_size` (H, the width of `combine`'s result) of the
+            head, and `head_dim` or what `models.model_config.head_dim_of` computes it from.
+        aux_layers: layers of the target, ascending; the head reads the hidden state *before* each (the output of the layer
+            before, plus the residual stream). Empty: it reads the target's last hidden state, after the last norm.
+        target_ids: [Vd] int64, the target's id of each draft id, ascending, if the head knows a part of the vocabulary. None:
+            its logits are over the target's vocabulary, or over a rank's shard of it.
         is_in_checkpoint: its weights are in the target's checkpoint. Then it has the loader's `local_tensors`, `checkpoint_name`
-            and `weights_loaded`, and an update of the target's weights may bring it others.
+            and `weights_loaded`, and an update of the target's weights may contain new ones for it.
     """
 
     config: Any
@@ -54,19 +54,20 @@ class DraftHead(Protocol):
 
     @classmethod
     def load(cls, setup: EngineSetup, path: Path, target: Any, layers: LayerSet) -> DraftHead:
-        """Build the head of `target`, a `LlamaForCausalLM`, of `layers`, and fill it from folder `path`; with `setup.config.random_weights` from chance.
+        """Build the head of `target`, a `LlamaForCausalLM`, from `layers`, and load it from folder `path`.
 
-        It may keep `target`'s embedding and head, which on several ranks are cut by vocabulary and answer for all ranks.
+        With `setup.config.random_weights` nothing is read. A head may use the target's embedding, which is complete on every
+        rank, and its vocabulary head, which gives the logits of a rank's shard.
         """
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """What the target gives for each token -> what a chain carries, [T, H].
+        """Return the hidden states of a chain's first pairs, [T, H], from the target's.
 
-        `states`: [T, len(aux_layers) * H of the target], side by side, or without `aux_layers` the last one, [T, H].
+        `states`: [T, len(aux_layers) * H of the target], side by side; without `aux_layers` the target's last one, [T, H].
         """
 
     def store(self, hidden: torch.Tensor, batch: ForwardBatch) -> None:
-        """Cache K and V of pairs whose output nobody reads, as those of a prompt.
+        """Cache K and V of pairs whose output is not needed, such as those of a prompt.
 
         Args:
             hidden: [T, H], of the tokens before `batch.input_ids` [T].
@@ -74,10 +75,10 @@ class DraftHead(Protocol):
         """
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Cache K and V of one pair for each sequence, attend, and return what the next step of the chain carries, [S, H].
+        """Run a step of a chain, one pair a sequence: cache K and V, attend, and return the next hidden states, [S, H].
 
-        `hidden` and `batch` as for `store`; `batch` is one of decodes, with everything that attention reads.
+        `hidden` and `batch` as for `store`; `batch` is a batch of decodes, with all that attention reads.
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `forward` returned -> logits for the token after each pair's, [S, Vd], or the target's [S, V]."""
+        """Return logits for the token after each pair's, [S, Vd] or [S, V], from what `forward` returned."""

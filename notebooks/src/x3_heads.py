@@ -2,7 +2,7 @@
 # # X3: draft heads
 #
 # A draft head is one layer that reads the hidden states of a large model and drafts what the model will write next. Here you see what a hidden state
-# knows about later tokens, write a chain of drafts in plain PyTorch, and break it in three ways that never change the text.
+# knows about later tokens, run a chain of drafts in plain PyTorch, and break it in three ways that never change the text.
 #
 # The [chapter](../docs/x3_heads.md) explains at leisure. Everything here runs on a CPU, with the heads that come with the package.
 
@@ -58,7 +58,7 @@ def greedy(count):
 #
 # ## Feel the problem
 #
-# Lookup, the proposer that costs nothing, on stories:
+# Lookup costs nothing, but a new story repeats little of what was written before. Look at the tokens a step: 1 is what a step gives without drafts.
 
 # %%
 chat = AutoTokenizer.from_pretrained(resolve_model("stories-5m"))
@@ -87,7 +87,7 @@ print(f"ngram: {per_step:.2f} tokens a step, of at most 4")
 # ## What a hidden state knows
 #
 # Sixteen stories, and the model's last hidden state at each token. A linear map is fitted on twelve stories to name the token at a distance, and is asked about the other four. Beside it the same map on
-# the token's *embedding*, which knows the token and nothing else.
+# the token's *embedding*, which knows the token and nothing else. Look at the distances 2 and 3: what the hidden state knows beyond the embedding is what a head can use.
 
 # %%
 model = AutoModelForCausalLM.from_pretrained(resolve_model("stories-5m"), dtype=torch.float32).eval()
@@ -127,7 +127,8 @@ assert hits(states, 2) > hits(embedded, 2), "the hidden state knows more than th
 #
 # (It has the ideas of x3.6 to x3.8 in it. To find them yourself, read on from "Your turn" and come back.)
 #
-# No engine and no cache: transformers' model, and the EAGLE-3 head's tensors as they are in its folder. The head computes all pairs anew each time.
+# No engine and no cache: transformers' model, and the EAGLE-3 head's tensors as they are in its folder. The head computes all pairs anew each time. Read `chain` first, then the line of `write` that cuts
+# `states`: this is what survives a rejection. The cell prints how many steps it took, and the tokens of a step with drafts, of at most 4.
 
 # %%
 w = {
@@ -198,7 +199,7 @@ mini_per_step = 1 + sum(n for _, n in steps[1:]) / len(steps[1:])
 print(f"{lines} lines; {len(steps)} steps for {len(text)} tokens, {mini_per_step:.2f} tokens a step with drafts")
 
 # %% [markdown]
-# The engine with the same head does the same: same text, about as many tokens a step.
+# The engine with the same head does the same. Compare the two numbers: the text is the same, and a step gives about as many tokens.
 
 # %%
 texts, per_step = write_stories(EAGLE3 | {"num_speculative_tokens": 3}, PROMPTS[:1])
@@ -235,9 +236,13 @@ print(inspect.getdoc(head_inputs))
 # %% [markdown]
 # ## See it: accepted and cut
 #
-# The mini's steps. Green was accepted, red was rejected, and blue is the token that the model sampled itself.
+# The mini's steps, one a line: of four stories the one with the most rejected drafts. Green was accepted, red was rejected, and blue is the token that the model sampled itself. Look for a line with red: the next
+# line goes on behind its blue token.
 
 # %%
+told = [write(ids_of(each), 48, k=3) for each in PROMPTS[:4]]
+text, steps = min(told, key=lambda story: sum(n for _, n in story[1][1:]) / len(story[1][1:]))
+assert any(n < len(draft) for draft, n in steps), "some draft was rejected"
 figure, axis = plt.subplots(figsize=(9, 4.6), layout="constrained")
 at = 0
 for row, (draft, accepted) in enumerate(steps[:14]):
@@ -258,7 +263,7 @@ axis.axis("off")
 plt.show()
 
 # %% [markdown]
-# And as a film of the engine: two requests, and chains of four drafts.
+# And as a recording of the engine: two requests, and chains of four drafts. Step through it, and look for a step in which a chain is cut at its first draft.
 
 # %%
 from folovllm.apps.inspector import film, show
@@ -276,7 +281,7 @@ show(run, height=480)
 # %% [markdown]
 # ## Measure: tokens a step, and what a step costs
 #
-# How far does a chain carry? The longer it is, the more of its hidden states are the head's own.
+# How far does a chain carry? The longer it is, the more of its hidden states are the head's own estimates. Look at the distance from k + 1, the most that a step can give.
 
 # %%
 for k in (1, 2, 3, 5):
@@ -286,7 +291,7 @@ for k in (1, 2, 3, 5):
 
 # %% [markdown]
 # And the cost: the bytes that a step reads at least, in plain steps. All three of the head's parts come from its shapes: a layer whose attention reads 2 H numbers (EAGLE-3), or H numbers and a joining matrix (MTP); the
-# product with its vocabulary; and what is read once a step.
+# product with its vocabulary; and what is read once a step. Compare the two vocabularies, and look for a gain below 1.
 
 # %%
 H, MLP = 4096, 3 * 4096 * 12288  # of both models
@@ -309,7 +314,7 @@ for name, (plain, layer, vocabulary, once) in GEOMETRIES.items():
     )
 
 # %% [markdown]
-# With a = 0.3, the MTP head loses at its own floor: 1.42 tokens for 1.48 steps. Nothing slower than memory was counted here, and no host.
+# With a = 0.3, the MTP head loses at its own floor: 1.42 tokens for 1.48 steps. And this floor counts reading memory alone: no arithmetic, and no work of the host.
 #
 # ## Compare
 #
@@ -323,9 +328,11 @@ for name, (plain, layer, vocabulary, once) in GEOMETRIES.items():
 #
 # ## Break it
 #
-# In all three cases the text stays what it is. What suffers is the number of accepted drafts, and no test of the text would notice.
+# In all three cases the text stays what it is. What suffers is the number of accepted drafts, and no test of the text would notice. Look at the tokens a step, beside those of the right `chain`:
 #
-# **Each token with its own hidden state.** One place off:
+# - `one_place_off`: each token goes with its own hidden state.
+# - `rejected_states`: the newest hidden state is that of another token, as if a rejected draft's was kept.
+# - `no_choice`: the head does not see which tokens were sampled.
 
 
 # %%

@@ -35,7 +35,7 @@ def drafter(num_blocks: int = 64, max_num_seqs: int = 3, by_name: bool = False) 
     setup = set_up(config)
     drafted = DraftTokens.for_multi_step(14, setup)
     executor = make_multi_step_executor(setup, drafted)
-    return DraftModel(executor, max_num_seqs, BUDGET, LENGTH, BLOCK, drafted if by_name else None)
+    return DraftModel(executor, setup, drafted if by_name else None)
 
 
 @pytest.fixture(scope="module")

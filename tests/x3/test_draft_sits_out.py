@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +53,9 @@ class Drafting(Served):
 
     def __init__(self, max_num_seqs: int, forces: bool = False, **how: Any) -> None:
         self.writer, self.forces = Writer(clock := Clock()), forces
-        draft = DraftModel(self.writer, max_num_seqs, 2**16, 2**16, 16)  # type: ignore[arg-type]
+        sizes: Any = SimpleNamespace(max_num_batched_tokens=2**16, max_model_len=2**16, block_size=16)
+        sizes.max_num_seqs = max_num_seqs
+        draft = DraftModel(self.writer, sizes)  # type: ignore[arg-type]
         super().__init__(max_num_seqs, grammars=True, clock=clock, draft=draft, **how)
         self.writer.texts, add = self.texts, self.scheduler.add
 

@@ -291,4 +291,4 @@ def test_jump_forward_tokens_go_into_a_step_where_they_pay(pays: bool) -> None:
     seq.num_computed_tokens = 2
     speculation = Speculation(Silent(), Noting(3, pays), Forces([5, 6]))  # type: ignore[arg-type]
     assert speculation.propose([seq], 8, 0) == ({seq.seq_id: [5, 6]} if pays else {})
-    assert speculation.asleep_until <= 1, "the next step is asked for as well"
+    assert speculation.propose_from <= 1, "the next step is asked for as well"

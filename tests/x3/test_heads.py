@@ -74,12 +74,6 @@ class TestChain:
         dtypes = positions.dtype, slots.dtype
         assert dtypes == (torch.int64, torch.int64), f"positions and slots are int64, though tables are int32: {dtypes}"
 
-    def test_a_slot_beyond_int32(self) -> None:
-        _, slots = chain_places(torch.tensor([1]), torch.tensor([[2**28]], dtype=torch.int32), 16, 1)
-        assert slots.tolist() == [[2**32]], (
-            f"block 2 ** 28 of 16 tokens begins at slot 2 ** 32, which is no int32: {slots}"
-        )
-
     def test_padding_is_skipped_and_the_table_ends(self) -> None:
         tables = torch.tensor([[0, 0], [4, 9]], dtype=torch.int32)
         positions, slots = chain_places(torch.tensor([-1, 7]), tables, 4, 3)
@@ -91,7 +85,7 @@ class TestChain:
     def test_slots_beyond_32_bits(self) -> None:
         positions, slots = chain_places(torch.tensor([4]), torch.tensor([[2**28]], dtype=torch.int32), 16, 2)
         assert (positions.dtype, slots.dtype) == (torch.int64, torch.int64), "positions and slots are int64"
-        assert slots.tolist() == [[2**32 + 3], [2**32 + 4]], "block 2^28 of 16 tokens begins at slot 2^32"
+        assert slots.tolist() == [[2**32 + 3], [2**32 + 4]], "block 2^28 of 16 begins at slot 2^32: multiply in int64"
 
     @given(st.integers(1, 14), st.integers(1, 4), st.integers(1, 5))
     def test_any_chain_as_a_loop(self, newest: int, block_size: int, k: int) -> None:
@@ -150,6 +144,14 @@ class TestKept:
             "the rejected token's state was replaced by that of the token in its place"
         )
 
+    def test_nothing_before_a_text_or_of_another_sequence(self) -> None:
+        kept = self.kept()
+        self.step(kept, 1, 0, [1, 2, 3])
+        assert self.before(kept, 1, 0) is None, "no token is before the first; the -1 of an empty place is no position"
+        assert self.before(kept, 0, 3) is None, "another row keeps its own"
+        kept.forget(torch.tensor([1]))
+        assert self.before(kept, 1, 3) is None, "the row has another sequence"
+
     def test_several_sequences_in_one_step(self) -> None:
         """Row 2 has a prompt of six tokens, row 0 a decode at 4, and a padding token has the row behind the last."""
         kept = self.kept()
@@ -157,18 +159,12 @@ class TestKept:
         kept.keep(rows, positions, torch.tensor([6] * 6 + [5, 1]), column([*range(10, 16), 40, 99]))
         hidden, found = kept.before(torch.tensor([0, 1, 2, 2, 2, 0]), torch.tensor([5, 1, 6, 3, 2, 0]))
         assert found.dtype == torch.bool and found.shape == (6,), f"whether it is there: [S] bool, not {found.dtype}"
-        assert found.tolist() == [True, False, True, True, False, False], f"rows 0, 1, 2, 2, 2, 0: {found.tolist()}"
+        assert found.tolist() == [True, False, True, True, False, False], (
+            f"kept: token 4 of row 0, tokens 2 to 5 of row 2. Asked for in rows 0, 1, 2, 2, 2, 0: tokens 4, 0, 5, 2, 1, -1. {found}"
+        )
         states = hidden[found, 0].tolist()
         assert states == [40, 15, 12], f"of tokens 4 of row 0, 5 and 2 of row 2: {states}"
-        assert kept.positions[3].eq(-1).all(), "what the padding row holds belongs to no position"
-
-    def test_nothing_before_a_text_or_of_another_sequence(self) -> None:
-        kept = self.kept()
-        self.step(kept, 1, 0, [1, 2, 3])
-        assert self.before(kept, 1, 0) is None, "a text's first token has none before it"
-        assert self.before(kept, 0, 3) is None, "another row keeps its own"
-        kept.forget(torch.tensor([1]))
-        assert self.before(kept, 1, 3) is None, "the row has another sequence"
+        assert kept.positions[3].eq(-1).all(), "padding brings the padding row: it belongs to no position, -1, either"
 
     @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 3)), max_size=12))
     def test_any_text_with_rejections(self, steps: list[tuple[int, int, int]]) -> None:

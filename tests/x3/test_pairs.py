@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from folovllm.electives.spec_decode.head_runner import chain_start, pairs
+from folovllm.electives.spec_decode import pairing
 from folovllm.electives.spec_decode.heads import KeptStates
 from folovllm.step.forward_batch import ForwardBatch
 
@@ -41,15 +41,15 @@ def step(rng: random.Random, device: str) -> ForwardBatch:
 
 
 def test_as_in_torch() -> None:
-    from folovllm.electives.spec_decode.kernels.pairs import pair_up
+    from folovllm.electives.spec_decode.kernels import pairs
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     made = [KeptStates(ROWS, DEPTH, HIDDEN, torch.float32, torch.device(device)) for _ in range(2)]
     for seed in range(40):
         batch = step(random.Random(seed), device)
         own = torch.randn(len(batch.positions), HIDDEN, device=device)
-        hidden, positions, slots = pairs(own, batch, made[0], B)
-        got = pair_up(own, batch, made[1], B)
+        hidden, positions, slots = pairing.pair_up(own, batch, made[0], B)
+        got = pairs.pair_up(own, batch, made[1], B)
         real = batch.slot_mapping >= 0
         assert torch.equal(got[2], slots), f"step {seed}"
         assert torch.equal(got[1][real], positions[real])
@@ -63,7 +63,7 @@ def test_as_in_torch() -> None:
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_what_a_chain_begins_with_as_in_torch(block_size: int) -> None:
     """Tables that end, rows without spare blocks for all of the chain, and columns of padding."""
-    from folovllm.electives.spec_decode.kernels.pairs import start_chain
+    from folovllm.electives.spec_decode.kernels import pairs
 
     device, rng = "cuda" if torch.cuda.is_available() else "cpu", random.Random(0)
     kept = KeptStates(ROWS, DEPTH, HIDDEN, torch.float32, torch.device(device))
@@ -78,7 +78,7 @@ def test_what_a_chain_begins_with_as_in_torch(block_size: int) -> None:
         given[1] = torch.where(is_real.to(device), given[1], 0)
         batch = ForwardBatch(*given, count, count, 1, 20, [1] * count, [], rows=rows.to(device))
         spare = 64, -(-k // block_size)
-        wanted, got = (start(batch, k, kept, block_size, *spare) for start in (chain_start, start_chain))
+        wanted, got = (module.start_chain(batch, k, kept, block_size, *spare) for module in (pairing, pairs))
         names = "tables", "positions", "slots", "lengths", "hidden states"
         for name, one, other in zip(names, wanted, got, strict=True):
             kept_by = slice(None) if name in ("slots", "lengths") else is_real.to(device)

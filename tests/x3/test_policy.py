@@ -39,7 +39,7 @@ def policy_of() -> AdaptiveLength:
 def probe(policy: AdaptiveLength, seconds: float) -> int:
     """The rest behind a probe that has no draft and takes so many seconds."""
     assert policy.lengths([0]) == [4], "behind a rest comes a probe"
-    policy.observe_asked(1, 4, 0, seconds)
+    policy.observe_drafting(1, 4, 0, seconds)
     policy.observe(0, 0, 0)
     assert policy.lengths([0]) == [0]
     return policy.rest
@@ -59,7 +59,7 @@ def test_a_head_that_is_never_right_is_asked_less_and_less_and_comes_back() -> N
     def step(accepted: int) -> bool:
         """Draft, if the policy wants that; return whether it does."""
         if length := policy.lengths([0])[0]:
-            policy.observe_asked(1, length, length, 0.0)
+            policy.observe_drafting(1, length, length, 0.0)
             policy.observe(0, length, min(accepted, length))
         return length > 0
 
@@ -81,7 +81,7 @@ def test_steps_that_take_longer_than_expected_end_drafts_that_are_all_right() ->
     seconds = tokens = 0.0
     while tokens < 40_000:
         if any(lengths := policy.lengths(range(8))):
-            policy.observe_asked(8, 3, sum(lengths), 0.0)
+            policy.observe_drafting(8, 3, sum(lengths), 0.0)
             for seq_id, length in enumerate(lengths):
                 if length:
                     policy.observe(seq_id, length, length)
@@ -97,7 +97,7 @@ def test_what_drafts_have_won_may_be_lost_again() -> None:
     policy = policy_of()
     assert policy.lengths([0]) == [0]
     for _ in range(8):
-        policy.observe_asked(1, 4, 4, 0.0)
+        policy.observe_drafting(1, 4, 4, 0.0)
         policy.observe(0, 4, 4)
     for _ in range(100):  # until the averages have forgotten
         policy.observe(0, 0, 0)
@@ -126,7 +126,7 @@ def test_at_any_acceptance_under_two_percent_are_lost(
             drafts = [k * (rng.random() < hit) for k in lengths]
             if width := sum(drafts):
                 seconds += cost.of_verifying(num_seqs + width) - plain
-            policy.observe_asked(num_seqs, max(lengths), width, asking)
+            policy.observe_drafting(num_seqs, max(lengths), width, asking)
             seconds += asking
             for seq_id, (k, draft) in enumerate(zip(lengths, drafts, strict=True)):
                 if k:

@@ -115,7 +115,7 @@ class Served:
             self.scheduler: Scheduler = Scheduler(**common)
             return
         kinds = {"ngram": NgramProposer, "suffix": SuffixProposer}
-        cost = StepCost(scaled(CHECKED, scale, -GAP), GAP + measure.WAIT)  # as they are measured
+        cost = StepCost(scaled(CHECKED, scale, -GAP), GAP + measure.GPU_IDLE)  # as they are measured
         self.policy = Choosing(cost, 15, self.clock, first=TRUSTED if draft else UNKNOWN)
         proposer = draft or CompositeProposer([Slow(kinds[name](), self.clock) for name in methods.split("+")])
         self.speculation = Speculation(proposer, self.policy, self if grammars else NoGrammar(), self.clock)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the head that drafts, one layer, in the checkpoints of Qwen3.5 and Qwen3-Next (`models.draft_head`)."""
+"""Multi-token prediction (MTP): the draft head of one layer in the checkpoints of Qwen3.5 and Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PREFIX = "mtp."
 
 
 class MtpHead(nn.Module):
-    """Joins the embedding of a token and the hidden state of the token before; a layer and a norm give the next hidden state.
+    """The `DraftHead` in the model's own checkpoint: a matrix joins embedding and hidden state, then come a layer and a norm.
 
-    The layer is one of full attention as the model itself has them, with experts if it has some. Embedding and head are the
-    model's. What a chain carries is behind the norm, as what the model gives is behind its own.
+    The layer is the model's full-attention layer, with experts if the model has them. Embedding and vocabulary head are the
+    model's. The hidden states that a chain carries are those after the norm, like the model's last hidden states.
     """
 
     config: Any
@@ -39,16 +39,16 @@ class MtpHead(nn.Module):
     target_ids: torch.Tensor | None = None
     is_in_checkpoint = True
     reorder = None
-    _target: list[LlamaForCausalLM]  # in a list: its weights are none of this module's
+    _target: list[LlamaForCausalLM]  # in a list, so that it is no submodule
 
     def __init__(self, hf_config: Any, layers: LayerSet, max_model_len: int) -> None:
-        """`hf_config`: the model's."""
+        """`hf_config`: the configuration of the model."""
         super().__init__()
         self.config = copy(hf_config)
         self.config.num_hidden_layers, self.config.layer_types = 1, [FULL]
-        self.config.vocab_size, self.config.tie_word_embeddings = 1, False  # nobody reads an embedding of its own
+        self.config.vocab_size, self.config.tie_word_embeddings = 1, False  # its embedding is never read
         model = get_model_class(self.config)(self.config, layers, max_model_len)
-        self._model = [model]  # in a list, too, for its embedding and its head
+        self._model = [model]  # likewise: its embedding and vocabulary head are not the head's
         self.packed_modules_mapping = model.packed_modules_mapping
         size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (layers.make(Gemma3RMSNorm, size, eps) for _ in range(2))
@@ -58,7 +58,7 @@ class MtpHead(nn.Module):
 
     @staticmethod
     def check(setup: EngineSetup, path: Path) -> None:
-        """Raise ValueError, which names the file or the tensor, if the checkpoint in `path` holds no such head."""
+        """Raise ValueError, which names the file or the tensor, if the checkpoint in `path` holds no head of this kind."""
         config, file = setup.hf_config, path / "config.json"
         counts = [getattr(config, name, None) for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
         count = next((count for count in counts if count is not None), 1)
@@ -87,7 +87,7 @@ class MtpHead(nn.Module):
 
     @classmethod
     def load(cls, setup: EngineSetup, path: Path, target: LlamaForCausalLM, layers: LayerSet) -> MtpHead:
-        """Build the head beside its target and fill it."""
+        """Build the head of `target`, and load its weights or make them up."""
         with torch.device(setup.device), default_dtype(setup.dtype):
             head = cls(setup.hf_config, layers, setup.max_model_len).requires_grad_(False).eval()
         if setup.config.random_weights:
@@ -98,23 +98,23 @@ class MtpHead(nn.Module):
         return head
 
     def local_tensors(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-        """What a tensor of the checkpoint holds for the head, by our names; experts may be in stacks."""
+        """Yield the head's tensors in a tensor of the checkpoint, by our names: one, several for stacked experts, or none."""
         return self._model[0].local_tensors(name.removeprefix(PREFIX), tensor) if name.startswith(PREFIX) else []
 
     def checkpoint_name(self, name: str) -> str:
-        """What the checkpoint calls a tensor of ours."""
+        """Return the checkpoint's name of our tensor."""
         return PREFIX + name
 
     def weights_loaded(self) -> None:
-        """Have linear layers prepare what depends on the weights, and add 1 to those of norms."""
+        """Repack linear weights, and add 1 to the weights of norms."""
         self._model[0].weights_loaded()
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """The model's last hidden states as they are, [T, H]."""
+        """Return the model's last hidden states as they are, [T, H]."""
         return states
 
     def inputs(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] -> what the layer reads, [T, H]."""
+        """Join the embeddings of tokens and the hidden states before them: what the layer reads, [T, H]."""
         embedded = self._target[0].model.embed(batch.input_ids)
         return self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)), -1))
 
@@ -125,13 +125,13 @@ class MtpHead(nn.Module):
         attention.prepare(attention.qkv_proj(layer.input_layernorm(self.inputs(hidden, batch))), batch)
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[S, H] -> [S, H], the next hidden states."""
+        """Run one step of a chain, [S, H] -> [S, H]."""
         x, residual = self.layers[0](self.inputs(hidden, batch), None, batch)
         carried: torch.Tensor = self.norm(x, residual)[0]
         return carried
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, H] -> [S, V], by the model's own head."""
+        """Return logits [S, V], by the model's own vocabulary head."""
         logits: torch.Tensor = self._target[0].lm_head(hidden)
         return logits
 
@@ -139,7 +139,7 @@ class MtpHead(nn.Module):
 def stored_shapes(head: MtpHead, path: Path) -> dict[str, list[int]]:
     """Return the shapes of the head's tensors in a checkpoint, by our names. Only headers are read.
 
-    Raises ValueError for weights in codes, and for a stack of experts of another shape.
+    Raises ValueError for quantized weights, and for a stack of experts with a wrong shape.
     """
     found: dict[str, list[int]] = {}
     for file in checkpoint_files(path):

@@ -1,4 +1,4 @@
-"""What steps with and without draft tokens take, and the draft lengths that give the most tokens a second.
+"""The cost of steps with and without draft tokens, and the draft lengths that give the most tokens a second.
 
 A step over one sequence and k draft tokens gives 1 + a + a^2 + ... + a^k tokens, if each draft token is accepted with
 probability a where all before it were (Leviathan et al., arXiv 2211.17192, section 3.1). It takes longer than a plain step.
@@ -14,20 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-HARDLY = 1e-9  # a chance that is never less, since it divides
-FAR = 1e6  # tokens of a step: up to there the last slope of a curve holds
+MIN_CHANCE = 1e-9  # so that no division is by zero
+MAX_WIDTH = 1e6  # tokens of a step: the last slope of a curve goes on to there
 
 
 class Curve:
     """Seconds of a step by its tokens: `seconds[i]` for `widths[i]` tokens, both ascending."""
 
     def __init__(self, widths: Sequence[float], seconds: Sequence[float]) -> None:
-        slope = np.diff(seconds[-2:]) / np.diff(widths[-2:])  # of one point: none
-        self.widths = np.array([*widths, *(slope * 0 + FAR)])
-        self.seconds = np.array([*seconds, *(seconds[-1] + slope * (FAR - widths[-1]))])
+        slope = np.diff(seconds[-2:]) / np.diff(widths[-2:])  # empty for a single point
+        self.widths = np.array([*widths, *(slope * 0 + MAX_WIDTH)])
+        self.seconds = np.array([*seconds, *(seconds[-1] + slope * (MAX_WIDTH - widths[-1]))])
 
     def at(self, num_tokens: float | Floats) -> Floats:
-        """Return the seconds of steps of `num_tokens`: on the line between two widths, and behind the last on its slope."""
+        """Return the seconds of steps of `num_tokens`: straight lines join the points, and the last one goes on."""
         return np.interp(num_tokens, self.widths, self.seconds)
 
 
@@ -35,10 +35,10 @@ class Curve:
 class StepCost:
     """Seconds of steps, as measured when the engine starts."""
 
-    curve: Curve  # of steps that overlap
-    wait: float = 0.0  # how much longer a step takes that verifies draft tokens: the host waits for them
-    per_draft_token: float = 0.0  # seconds that the proposer takes for each draft token, of all sequences together
-    first_draft_token: float = 0.0  # and for the first one, or to find that it has none, more than that
+    curve: Curve  # of steps that overlap, by their tokens
+    wait: float = 0.0  # what a step that verifies takes more, since the host waits for its tokens
+    per_draft_token: float = 0.0  # the proposer's seconds for one more draft token in every sequence
+    first_draft_token: float = 0.0  # and its fixed seconds each time it is asked, even if it has no draft
 
     def of_plain(self, num_tokens: float) -> float:
         """Return the seconds of a step without draft tokens."""
@@ -53,19 +53,19 @@ class StepCost:
         return self.first_draft_token + self.per_draft_token * length
 
     def of_speculative(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
-        """Return the average seconds [n] of steps for which the proposer is asked, its own time included.
+        """Return the average seconds [n] of steps for which the proposer is asked, the proposer's time included.
 
         Args:
-            num_tokens: [n], of such steps, on average.
-            depths: [n], draft tokens for the sequence with most.
-            hits: [S], the chance of each sequence that there is a draft for it. Where no sequence has one, the step verifies
-                nothing; so the others are wider than the average.
+            num_tokens: [n], the tokens of such a step, on average.
+            depths: [n], the draft tokens of the sequence that gets most.
+            hits: [S], the chance of each sequence that the proposer has a draft for it. A step for which it has none verifies
+                nothing; so the steps that verify have more tokens than the average.
         """
-        num_seqs, silent = len(hits), float(np.prod(1 - hits))
-        some = max(1 - silent, HARDLY)  # the chance that some sequence has a draft
+        num_seqs, no_draft = len(hits), float(np.prod(1 - hits))
+        some = max(1 - no_draft, MIN_CHANCE)  # the chance that some sequence has a draft
         verifying = self.curve.at(num_seqs + (num_tokens - num_seqs) / some) + self.wait
         drafting = self.first_draft_token + self.per_draft_token * depths
-        return silent * self.of_plain(num_seqs) + some * verifying + drafting
+        return no_draft * self.of_plain(num_seqs) + some * verifying + drafting
 
 
 def best_draft_lengths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:

@@ -43,11 +43,8 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         self._check_method()
-        for name, most in (
-            ("num_speculative_tokens", MOST_TOKENS),
-            ("prompt_lookup_max", 1 << 20),
-            ("prompt_lookup_min", 1 << 20),
-        ):
+        limits = {"num_speculative_tokens": MOST_TOKENS, "prompt_lookup_max": 1 << 20, "prompt_lookup_min": 1 << 20}
+        for name, most in limits.items():
             value = getattr(self, name)
             if not (is_whole(value) and 1 <= value <= most):
                 raise ValueError(f"{name} must be a whole number from 1 to {most}, not {value!r}")

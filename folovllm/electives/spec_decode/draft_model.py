@@ -62,22 +62,14 @@ class DraftModel(Proposer):
     then it is computed again when it is asked about.
     """
 
-    def __init__(
-        self,
-        executor: MultiStepExecutor,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        block_size: int,
-        hand_over: DraftTokens | None = None,
-    ) -> None:
-        """`executor` runs the small model, in steps of at most so many sequences and tokens, blocks of `block_size`.
+    def __init__(self, executor: MultiStepExecutor, setup: EngineSetup, hand_over: DraftTokens | None = None) -> None:
+        """`executor` runs the small model, which `setup` describes.
 
         `hand_over`: where the model that verifies finds the tokens. Drafts then consist of placeholder ids.
         """
         self._executor, self._hand_over = executor, hand_over
-        self._budget, self._max_model_len, self._block_size = max_num_batched_tokens, max_model_len, block_size
-        self._rows = list(range(max_num_seqs))
+        self._budget, self._max_model_len = setup.max_num_batched_tokens, setup.max_model_len
+        self._rows, self._block_size = list(range(setup.max_num_seqs)), setup.block_size
         self._free = list(range(executor.num_kv_blocks))
         self._drafts: dict[int, Draft] = {}  # by seq_id; the one asked about last stands at the end
         self._unresolved: list[Draft] = []  # those whose tokens may be placeholder ids: of the last multi-step decode
@@ -202,10 +194,8 @@ class DraftModel(Proposer):
         start, end = draft.num_cached, draft.num_cached + num_new
         first, needed = draft.num_sent, -(-end // self._block_size)
         draft.num_cached, draft.num_sent = end, max(first, needed)
-        blocks, sampling = (
-            tuple(draft.blocks[first:needed]),
-            sampling_without_history(state.sampling) if draft.is_new else None,
-        )
+        blocks = tuple(draft.blocks[first:needed])
+        sampling = sampling_without_history(state.sampling) if draft.is_new else None
         return ScheduledSequence(state.seq_id, draft.row, start, end, tokens, blocks, first, num_samples, sampling)
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al., arXiv 2503.01840): a draft head of one layer that reads hidden states of three layers of its target."""
+"""EAGLE-3 (Li et al., arXiv 2503.01840): a draft head of one layer, which reads hidden states from three layers of the target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads twice as much: the token's embedding and the hidden state, each normed."""
+    """A decoder layer whose attention reads 2 H numbers: the token's embedding and the hidden state, each normed."""
 
     def __init__(self, config: Eagle3Config, layers: LayerSet, max_model_len: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Eagle3Layer(nn.Module):
         return both, normed if self._norm_before_residual else hidden
 
     def store(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch) -> None:
-        """Cache K and V alone: a third of the products, and no attention."""
+        """Cache K and V of pairs: two of the layer's products, and no attention."""
         attention, (both, _) = self.self_attn, self.inputs(embedded, hidden)
         linear, first = attention.qkv_proj, attention.num_heads * attention.head_dim
         bias = None if linear.bias is None else linear.bias[first:]
@@ -78,14 +78,14 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embedded: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two [S, H] -> two [S, H] that have yet to be added."""
+        """Return the MLP's output and the residual stream, [S, H] each; the next norm adds them."""
         both, residual = self.inputs(embedded, hidden)
         x, residual = self.post_attention_layernorm(self.self_attn(both, batch), residual)
         return self.mlp(x), residual
 
 
 class Eagle3Head(nn.Module):
-    """The head of a published folder. It satisfies `models.draft_head.DraftHead`."""
+    """The `DraftHead` of a published EAGLE-3 folder."""
 
     packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -93,9 +93,11 @@ class Eagle3Head(nn.Module):
     }
     reorder: Callable[..., torch.Tensor] | None = None
     is_in_checkpoint = False
+    _embed: Callable[[torch.Tensor], torch.Tensor]
+    _logits: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, config: Eagle3Config, layers: LayerSet, max_model_len: int, stored: Mapping[str, Any]) -> None:
-        """`stored`: the names of the tensors in the folder. The target's embedding and head serve where it has none."""
+        """`stored`: the folder's tensors by name. If it lacks the embedding or the vocabulary head, `load` takes the target's."""
         super().__init__()
         self.config, self.aux_layers = config, config.aux_layers
         self.target_ids: torch.Tensor | None = None
@@ -141,7 +143,7 @@ class Eagle3Head(nn.Module):
 
     @classmethod
     def load(cls, setup: EngineSetup, path: Path, target: LlamaForCausalLM, layers: LayerSet) -> Eagle3Head:
-        """Build the head beside its target and fill it."""
+        """Build the head of `target`, and load its weights or make them up."""
         config, is_random = Eagle3Config.read(path, setup.hf_config), setup.config.random_weights
         stored = {"lm_head.weight": [0]} if is_random else stored_shapes(path)
         with torch.device(setup.device), default_dtype(setup.dtype):
@@ -154,28 +156,23 @@ class Eagle3Head(nn.Module):
             d2t = read_d2t(path, config, setup.vocab_size, stored)
         if d2t is not None:
             head.target_ids = (d2t + torch.arange(len(d2t))).to(setup.device)
-        head.share(target)
+        head._embed, head._logits = head.embed_tokens or target.model.embed_tokens, head.lm_head or target.lm_head
         return head
 
-    def share(self, target: LlamaForCausalLM) -> None:
-        """Take from the target what the folder lacks. These are not the head's own modules."""
-        self._embed: Callable[[torch.Tensor], torch.Tensor] = self.embed_tokens or target.model.embed_tokens
-        self._logits: Callable[[torch.Tensor], torch.Tensor] = self.lm_head or target.lm_head
-
     def local_tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """A tensor of the folder by our name; none if nobody here reads it."""
+        """Return a tensor of the folder under our name; [] for those that are no weights."""
         named = local_name(name)
         return [] if named is None else [(named, tensor)]
 
     def checkpoint_name(self, name: str) -> str:
-        """What the folder calls a tensor of ours."""
+        """Return the folder's name of our tensor, for messages."""
         return name
 
     def weights_loaded(self) -> None:
-        """Nothing is kept in another form."""
+        """Do nothing: no weight is repacked."""
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """[T, 3 H of the target] -> [T, H]."""
+        """Project hidden states [T, 3 H of the target] to [T, H]."""
         if self.config.norm_before_fc:
             states = self.input_norm(states)
         if self.config.fc_norm:
@@ -189,11 +186,11 @@ class Eagle3Head(nn.Module):
         self.midlayer.store(self._embed(batch.input_ids), hidden, batch)
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[S, H] -> [S, H]: the hidden state that the next step reads, by most heads before its last norm."""
+        """Run one step of a chain, [S, H] -> [S, H]. The result is from before the last norm, unless `norm_output` is set."""
         x, residual = self.midlayer(self._embed(batch.input_ids), hidden, batch)
         normed, stream = self.norm(x, residual)
         return normed if self.config.norm_output else stream
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, H] -> [S, draft vocabulary]."""
+        """Return logits [S, draft_vocab_size]."""
         return self._logits(hidden if self.config.norm_output else self.norm(hidden))

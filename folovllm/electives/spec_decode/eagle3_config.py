@@ -1,4 +1,4 @@
-"""The folder of an EAGLE-3 head: its configuration in two layouts, its tensors' shapes, and the map between vocabularies."""
+"""Reads the folder of an EAGLE-3 head: the configuration, in two layouts, the shapes of tensors, and `d2t`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Eagle3Config(SimpleNamespace):
-    """The configuration of a head: the fields of Llama's, and those below.
+    """The configuration of an EAGLE-3 head: Llama's fields, and those below.
 
     Attributes:
-        target_hidden_size: H of the target. draft_vocab_size: ids that the head knows. vocab_size: of the target.
-        aux_layers: the target's layers before which hidden states are taken, ascending; L is behind the last layer.
-        norm_before_residual: the residual stream begins behind the norm of the hidden state, not before it.
-        norm_output: the next draft step reads the hidden state behind the last norm, not before it.
+        target_hidden_size: H of the target. draft_vocab_size: the ids that the head knows. vocab_size: the target's.
+        aux_layers: the target's layers whose input the head reads, ascending; L stands for the output of the last layer.
+        norm_before_residual: the residual stream begins after the norm of the hidden state, not before it.
+        norm_output: the next step of a chain reads the hidden state after the last norm, not before it.
         norm_before_fc, fc_norm: norms before the projection of the target's hidden states: one for all, or one for each.
     """
 
@@ -34,11 +34,11 @@ class Eagle3Config(SimpleNamespace):
     def read(cls, path: Path, target: Any) -> Eagle3Config:
         """Return the configuration in folder `path`, for a target with this `PretrainedConfig`.
 
-        It is Llama's with fields of its own, as EAGLE's authors publish it, or that of the library speculators, whose layer is
-        in `transformer_layer_config`.
+        Two layouts are known: that of EAGLE's authors, which is Llama's with more fields, and that of the library speculators,
+        which has Llama's fields in `transformer_layer_config`.
 
         Raises:
-            ValueError: it cannot be read, or the head is another model's. The sentence names the file.
+            ValueError: the file cannot be read, or the head does not fit the target. The message names the file.
         """
         file = path / "config.json"
         with reading(file):
@@ -55,7 +55,7 @@ class Eagle3Config(SimpleNamespace):
 
     @classmethod
     def of(cls, given: dict[str, Any], target: Any) -> Eagle3Config:
-        """Return the configuration with defaults filled in. Raises ValueError for what does not fit."""
+        """Return the configuration with defaults filled in. Raises ValueError if it does not fit the target."""
         if absent := [name for name in NEEDED if not isinstance(given.get(name), int)]:
             raise ValueError(f"{absent[0]} is {given.get(absent[0])!r}")
         config = cls(**{**DEFAULTS, **{name: value for name, value in given.items() if value is not None}})
@@ -63,27 +63,28 @@ class Eagle3Config(SimpleNamespace):
         config.vocab_size = target.vocab_size
         config.draft_vocab_size = getattr(config, "draft_vocab_size", target.vocab_size)
         config.aux_layers = aux_layers_of(config, target.num_hidden_layers)
-        if config.num_hidden_layers != 1:
-            raise ValueError(
-                f"num_hidden_layers is {config.num_hidden_layers}, and only heads of one layer are known here"
-            )
-        if config.num_attention_heads % num_kv_heads_of(config):
-            raise ValueError(f"num_attention_heads {config.num_attention_heads} is no multiple of num_key_value_heads")
-        if config.target_hidden_size != target.hidden_size:
-            raise ValueError(
-                f"the head reads hidden states of {config.target_hidden_size} numbers, and the model's have {target.hidden_size}"
-            )
-        if not 0 < config.draft_vocab_size <= target.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {config.draft_vocab_size}, and the model knows {target.vocab_size} ids"
-            )
-        if given.get("vocab_size", target.vocab_size) != target.vocab_size:
-            raise ValueError(f"vocab_size is {given['vocab_size']}, and the model's is {target.vocab_size}")
+        layers, size, count = config.num_hidden_layers, config.target_hidden_size, config.draft_vocab_size
+        heads, vocab_size = config.num_attention_heads, given.get("vocab_size", target.vocab_size)
+        for fits, message in (
+            (layers == 1, f"num_hidden_layers is {layers}, and only heads of one layer are known here"),
+            (
+                heads % num_kv_heads_of(config) == 0,
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads",
+            ),
+            (size == target.hidden_size, f"the head reads hidden states of {size} numbers, not {target.hidden_size}"),
+            (
+                0 < count <= target.vocab_size,
+                f"draft_vocab_size is {count}, and the model knows {target.vocab_size} ids",
+            ),
+            (vocab_size == target.vocab_size, f"vocab_size is {vocab_size}, and the model's is {target.vocab_size}"),
+        ):
+            if not fits:
+                raise ValueError(message)
         return config
 
 
 def aux_layers_of(config: Any, num_layers: int) -> tuple[int, ...]:
-    """Return the layers that a configuration names, in either place; else the usual three. Raises ValueError for unknown ones."""
+    """Return the layers whose input the head reads: those in the configuration, else EAGLE's usual three. Raises ValueError."""
     eagle: dict[str, Any] = getattr(config, "eagle_config", None) or {}
     if not eagle.get("use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state is false: a head that reads the last hidden state alone is not EAGLE-3")
@@ -97,7 +98,7 @@ def aux_layers_of(config: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def local_name(name: str) -> str | None:
-    """What a folder's tensor is called here; None for the maps between vocabularies, which are no weights."""
+    """Return our name of a tensor in the folder; None for `d2t` and other tensors that are no weights."""
     name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
     return None if name in ("d2t", "t2d") or name.startswith("verifier_") else name
 
@@ -113,9 +114,9 @@ def stored_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def read_d2t(path: Path, config: Eagle3Config, vocab_size: int, stored: dict[str, list[int]]) -> torch.Tensor | None:
-    """Return the offsets [draft_vocab_size] int64 from draft ids to the target's, None if both vocabularies are the same.
+    """Return `d2t` [draft_vocab_size] int64: the target's id minus the draft id. None if both vocabularies are the same.
 
-    Raises ValueError if a smaller vocabulary has no map, or one that leads outside the target's, or two ids to one.
+    Raises ValueError if a smaller vocabulary has no `d2t`, or if `d2t` gives an id twice or one that the target lacks.
     """
     d2t = None
     for file in checkpoint_files(path):

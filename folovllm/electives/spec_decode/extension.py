@@ -69,22 +69,11 @@ class SpeculativeDecoding(Extension):
         if name == self._config.head:
             num_rows = DraftTokens.num_rows(self.setup.max_num_seqs)
             return HeadProposer(self.setup.vocab_size, num_rows, self.setup.config.packed_steps)
-        assert self._config.model is not None
-        return self._draft(self._config.model)
-
-    def _draft(self, model: str) -> Proposer:
-        """Return the draft model, with rows and blocks for as many sequences as the large one has, in a part of its memory."""
-        assert self._drafted is not None
-        draft, config = draft_setup(self.setup, model), self.setup.config
+        assert self._config.model is not None and self._drafted is not None
+        draft, config = draft_setup(self.setup, self._config.model), self.setup.config
         on_device = config.packed_steps and config.tensor_parallel_size == 1  # where the large model finds the drafts
-        return DraftModel(
-            make_multi_step_executor(draft, self._drafted),
-            draft.max_num_seqs,
-            draft.max_num_batched_tokens,
-            draft.max_model_len,
-            draft.block_size,
-            self._drafted if on_device else None,
-        )
+        executor = make_multi_step_executor(draft, self._drafted)
+        return DraftModel(executor, draft, self._drafted if on_device else None)
 
     def num_samples(self) -> int:
         """Return the samples of sequences with drafts, and one for each sequence that is admitted to the same step."""
@@ -102,17 +91,17 @@ class SpeculativeDecoding(Extension):
         return replace(usual(), most_samples=self._config.num_speculative_tokens + 1)
 
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
-        """Return a runner that samples several tokens of a sequence, and one beside which a head runs if there is one."""
+        """Return a runner that samples several tokens of a sequence, and that runs the draft head if there is one."""
         if self._config.head is None:
             return VerifyingModelRunner
-        make, longest = partial(make_head, self.setup, self._config), self._config.num_speculative_tokens
-        return cast("type[ModelRunner]", partial(HeadModelRunner, make_head=make, longest=longest))
+        make, most_drafts = partial(make_head, self.setup, self._config), self._config.num_speculative_tokens
+        return cast("type[ModelRunner]", partial(HeadModelRunner, make_head=make, most_drafts=most_drafts))
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
         """Return the graph runner with a verifier, which resolves placeholder ids of a draft model or a head."""
         if self._config.head is not None:  # every rank has its own
-            setup, lines = self.setup, self._config.num_speculative_tokens + 1
-            drafted = DraftTokens(setup.vocab_size, lines, DraftTokens.num_rows(setup.max_num_seqs), setup.device)
+            setup, num_lines = self.setup, self._config.num_speculative_tokens + 1
+            drafted = DraftTokens(setup.vocab_size, num_lines, DraftTokens.num_rows(setup.max_num_seqs), setup.device)
             verifier = DraftVerifier(max_samples(setup.max_num_seqs), drafted)
             return partial(HeadGraphRunner, drafted=drafted, verifier=verifier)
         return partial(usual, verifier=DraftVerifier(max_samples(self.setup.max_num_seqs), self._drafted))

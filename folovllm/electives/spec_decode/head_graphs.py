@@ -1,4 +1,4 @@
-"""The runner of packed steps beside whose model a draft head runs: chains of drafts are captured."""
+"""The runner of packed steps for a model with a draft head: it captures chains of drafts."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class PendingChain:
     k: int
 
     def is_here(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return whether the drafts have arrived: `wait` would return at once."""
         return self.drafted.arrived is None or self.drafted.arrived.query()
 
     def wait(self) -> StepResult:
         """Wait for the drafts, and return for each sequence its newest token and its `k` draft tokens."""
-        names = self.drafted.placeholder_ids[: self.k + 1, : self.num_seqs]
-        return StepResult(self.drafted.resolve(names).T.tolist(), {})
+        ids = self.drafted.placeholder_ids[: self.k + 1, : self.num_seqs]
+        return StepResult(self.drafted.resolve(ids).T.tolist(), {})
 
 
 class HeadGraphRunner(GraphRunner):
-    """A `GraphRunner` that starts chains of drafts, too. What a chain drafts stays on the device, under placeholder ids.
+    """A `GraphRunner` that also starts chains of drafts, whose tokens the next step reads on the device by placeholder ids.
 
-    Line 0 of `drafted` gets the newest tokens, and line i + 1 draft i, each sequence in its column of the chain's step.
+    Row 0 of `drafted.sampled` gets the newest tokens, and row i + 1 the drafts number i; column s is sequence s of the chain.
     """
 
     def __init__(self, *arguments: Any, drafted: DraftTokens, **others: Any) -> None:
@@ -57,7 +57,7 @@ class HeadGraphRunner(GraphRunner):
         return cast(HeadModelRunner, self._runner)
 
     def execute_model(self, step: PackedStep | TokenBitmasks) -> Any:
-        """Return what the runner returns for a step, and `PendingChain` where a chain is asked for."""
+        """Run a step, or start the chain that is asked for in place of one and return a `PendingChain`."""
         if isinstance(step, PackedStep) and step.extras.size:
             asked = unpack_extras(step.extras).get(CHAIN)
             if asked is not None:
@@ -87,7 +87,7 @@ class HeadGraphRunner(GraphRunner):
         return self._graphs.get(width, f"{k} drafts{' special' * is_special}", capture)
 
     def _chain_of_decodes(self, bucket: Bucket, k: int, is_special: bool, numbers: torch.Tensor) -> None:
-        """Run a chain behind a step's decodes. This work is captured."""
+        """Unpack a batch of decodes and run a chain of drafts for it. This work is captured."""
         fields = split(numbers, bucket.columns).fields
         self._chain(self._tables.unpack_decode(fields, self._setup.max_model_len), fields, k, is_special)
 
@@ -97,7 +97,7 @@ class HeadGraphRunner(GraphRunner):
         self._chain(batch, parts.samples, k, step.is_special)
 
     def _chain(self, batch: ForwardBatch, samples: torch.Tensor, k: int, is_special: bool) -> None:
-        """Draft behind the newest tokens of a batch, which are sampled by `samples` [len(Sample), S]. Device work only."""
+        """Draft for the newest tokens of a batch. `samples` [len(Sample), S] says how to sample. Device work only."""
         sample, own = self._sample_special if is_special else self._sample_plainly, samples.clone()
 
         def next_tokens(logits: torch.Tensor, i: int) -> torch.Tensor:
@@ -115,18 +115,18 @@ class HeadGraphRunner(GraphRunner):
         return out
 
     def _sample_special(self, logits: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-        """Sample with each row's filters and penalties, as they are before the drafts, and without its grammar."""
+        """Sample with each row's filters, with its penalties as they were before the chain, and without its grammar."""
         rows, positions = samples[Field.ROW], samples[Field.SEQ_LEN]
         masks = self._all_allowed[: len(logits)]
         return self._row_sampler.sample(self._step_sampler.full_logits(logits), rows, positions, masks=masks)
 
     def _forward(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """As the parent. The head's K/V is complete at its end."""
+        """Run the model; at the end the head's K/V is complete."""
         super()._forward(bucket, numbers)
-        self._inner.join()
+        self._inner.join_side_stream()
 
     def _upload(self, step: PackedStep, bucket: Bucket | None) -> tuple[Parts[torch.Tensor], torch.Tensor]:
-        """As the parent. Rows with another sequence forget the hidden states that they keep."""
+        """Upload a step; rows that get another sequence drop their kept hidden states."""
         parts, padded = super()._upload(step, bucket)
         if count := step.sampling_updates.num_rows:
             width = 1 + len(RowField)
@@ -141,7 +141,7 @@ class HeadGraphRunner(GraphRunner):
                     self._chain_graph(bucket.num_decodes, k, is_special)
 
     def _dry_run_graphs(self) -> None:
-        """Run a short chain of each width, too. What a chain launches does not depend on its length."""
+        """Also run a chain of one draft at each width: the kernels of a chain do not depend on its length."""
         super()._dry_run_graphs()
         for bucket in map(decode_bucket, self._graphs.widths):
             numbers = torch.from_numpy(padding_of(bucket, self._setup.max_num_seqs)).to(self._setup.device)
@@ -150,5 +150,5 @@ class HeadGraphRunner(GraphRunner):
 
 
 def chain_lengths(most: int) -> list[int]:
-    """Return the lengths of captured chains, ascending: a chain that is longer than asked for does no harm."""
+    """Return the lengths of captured chains, ascending. A request for another length runs the next longer one."""
     return sorted({n for n in (1, 2, 3, 4, 6, 8, 16, 32) if n < most} | {most})

@@ -41,7 +41,7 @@ def check_head(setup: EngineSetup, config: SpeculativeConfig) -> None:
     head.check(setup, path)
 
 
-def make_head(whole: EngineSetup, config: SpeculativeConfig, own: EngineSetup, target: LlamaForCausalLM) -> DraftHead:
-    """Return the head beside `target`. `whole` describes the whole model, `own` a rank's part of it: each has all of the head."""
-    head, path = head_of(whole, config)
-    return head.load(whole, path, target, layer_set(whole))
+def make_head(setup: EngineSetup, config: SpeculativeConfig, target: LlamaForCausalLM) -> DraftHead:
+    """Return the head of `target`, loaded. `setup` describes the whole model, not a rank's shard: each rank has the whole head."""
+    head, path = head_of(setup, config)
+    return head.load(setup, path, target, layer_set(setup))

@@ -1,4 +1,4 @@
-"""Times steps with and without draft tokens on this machine, once, when an engine starts."""
+"""Times steps with and without draft tokens on this machine, when an engine starts."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOut
 CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3
 TIME_LIMIT = 0.4  # seconds for the curve: a slow machine gets fewer points of it
-WAIT = 1.5e-4  # seconds that a GPU stands still behind a step with drafts, until the host has scheduled the next one
-MOST = 512  # tokens of a step: beyond, the curve is taken to be straight
+GPU_IDLE = 1.5e-4  # seconds that a GPU waits after a step with drafts, until the host has scheduled the next one
+MAX_TOKENS = 512  # of a timed step: the curve goes straight on from there
 
 
 def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost:
     """Return the measured cost of steps of 1, 2, 4, ... tokens, of few sequences with up to `most` draft tokens each.
 
-    The sequences are made up and share their blocks; no request uses what they leave in the cache. The curve is that of steps
-    which the host waits for, less what it waits in a step of one token.
+    The sequences are made up and share their blocks; no request uses what they leave in the cache. The host waits for each timed
+    step. The curve is without that wait, which is measured with steps of one token.
     """
     most = min(most, setup.max_model_len - 2)
-    widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), max_samples(setup.max_num_seqs), MOST)
+    widest = min(
+        setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), max_samples(setup.max_num_seqs), MAX_TOKENS
+    )
     widths = [1 << i for i in range(widest.bit_length())]
     steps = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
     timer = Timer(executor, setup, most)
     seconds = timer.curve([lengths for lengths in steps if len(lengths) <= setup.max_num_seqs])
     wait = max(0.0, seconds[0] - timer.seconds([1], timer.overlapped))
-    idle = 0.0 if setup.device.type == "cpu" else WAIT
+    idle = 0.0 if setup.device.type == "cpu" else GPU_IDLE
     return StepCost(Curve(widths[: len(seconds)], [each - wait for each in seconds]), wait + idle)
 
 
 def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer, most: int, cost: StepCost) -> None:
-    """Set in `cost` what drafting takes beside the step that verifies: the line through one draft token and `most`.
+    """Set the proposer's seconds in `cost`, from the times of a step with one draft token and of one with `most`.
 
-    Such a step may begin before the host knows its draft tokens, so both are timed together. The text has no token twice.
+    A step may begin before the host knows its draft tokens. So both are timed together, and the step's own cost is subtracted.
     """
     most = max(1, min(most, setup.max_model_len - 2))
     time_of = Timer(executor, setup, most)
@@ -51,7 +53,7 @@ def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer,
 
 
 def clock_for(setup: EngineSetup) -> Callable[[], float]:
-    """Return the clock for steps: on a CPU, where one process computes, its own seconds, for other programs may keep the cores busy."""
+    """Return the clock for steps. On a CPU with one process it counts CPU time, so that other programs do not disturb it."""
     is_here = setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
     return time.process_time if is_here else time.perf_counter
 
@@ -67,7 +69,7 @@ class Timer:
         self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
 
     def curve(self, steps: list[list[int]]) -> list[float]:
-        """Return the seconds of `steps`, each given by the tokens of its sequences: of two at least, and of more until `TIME_LIMIT` is over."""
+        """Return the seconds of `steps`, each a list of its sequences' tokens: of the first two, and of more within `TIME_LIMIT`."""
         end = self._clock() + TIME_LIMIT
         found: list[float] = []
         for lengths in steps:
@@ -77,7 +79,7 @@ class Timer:
         return found
 
     def seconds(self, lengths: list[int], seconds_of: Callable[[SchedulerOutput], float]) -> float:
-        """Return the fastest of some rounds, after one that is not timed, since it allocates what such a step needs."""
+        """Return the fastest of `ROUNDS` rounds by `seconds_of`. The round before them is not timed, since it allocates memory."""
         self._executor.execute_model(
             SchedulerOutput(tuple(self._scheduled_seqs([1] * len(lengths), SamplingSpec(temperature=0))))
         )
@@ -86,7 +88,7 @@ class Timer:
         return min(seconds_of(output) for _ in range(ROUNDS))
 
     def drafting(self, proposer: Proposer, k: int) -> float:
-        """Return the seconds of `k` draft tokens and the step that verifies them: the fastest of some rounds, after one that is not timed."""
+        """Return the seconds to draft `k` tokens and verify them: the fastest of `ROUNDS` rounds, after one that is not timed."""
         text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
         state = RowState(-1, text, len(text), SamplingSpec(temperature=0))
         self._executor.execute_model(SchedulerOutput(tuple(self._scheduled_seqs([1], state.sampling))))
@@ -112,7 +114,7 @@ class Timer:
         return self._clock() - start
 
     def overlapped(self, output: SchedulerOutput) -> float:
-        """Return the seconds of a step where each begins before the host hears of the one before."""
+        """Return the seconds of a step when each is submitted before the host has the tokens of the one before."""
         start = self._clock()
         before = self._executor.submit(output)
         for _ in range(ROUNDS):
@@ -123,7 +125,7 @@ class Timer:
         return (self._clock() - start) / (1 + ROUNDS)
 
     def _scheduled_seqs(self, lengths: list[int], sampling: SamplingSpec | None) -> Iterator[ScheduledSequence]:
-        """Yield scheduled sequences, new ones where `sampling` is given; after each token one is sampled."""
+        """Yield a sequence for each of `lengths`, its new tokens, each of which is sampled after. `sampling`: of new sequences."""
         blocks, first = ((), len(self._blocks)) if sampling is None else (self._blocks, 0)
         for row, n in enumerate(lengths):
             yield ScheduledSequence(

@@ -30,13 +30,14 @@ WIDEST = 32  # sequences of a captured call: beyond, a step takes the device muc
 
 
 class DraftTokens:
-    """The tokens of a draft model's last multi-step decode, by line and row. Each has a *placeholder id*, behind the vocabulary.
+    """The tokens that a draft model or a head drafted last, on the device. Each has a *placeholder id*, behind the vocabulary.
 
-    So a step can bring draft tokens that the host does not know yet: both models are on one device, which works in order. A placeholder id holds until the next multi-step decode begins.
+    So a step can bring draft tokens that the host does not know yet: drafting and verifying are on one device, which works in
+    order. A placeholder id is valid until drafting begins again.
 
     Attributes:
         sampled: [lines, rows] int32, on the device. host: the same in host memory, once `arrived`.
-        names: [lines, rows] int32, the placeholder ids.
+        placeholder_ids: [lines, rows] int32.
     """
 
     def __init__(self, vocab_size: int, num_lines: int, num_rows: int, device: torch.device) -> None:
@@ -118,10 +119,8 @@ class PendingSteps:
     def wait(self) -> list[StepResult]:
         """Wait for the last token and return what each step sampled."""
         tokens = self.drafted.resolve(self.placeholder_ids[:, : max(self.num_seqs)]).tolist()
-        return [
-            StepResult([[token] for token in step[:count]], {})
-            for step, count in zip(tokens, self.num_seqs, strict=True)
-        ]
+        counted = zip(tokens, self.num_seqs, strict=True)
+        return [StepResult([[token] for token in step[:count]], {}) for step, count in counted]
 
 
 class MultiStepRunner(GraphRunner):
@@ -217,10 +216,8 @@ class MultiStepExecutor(LocalExecutor):
         Raises:
             ValueError: a scheduled sequence is no plain decode (`is_plain_decode`), or asks for log-probabilities.
         """
-        scheduled_seqs, num_seqs = (
-            [scheduled for output in outputs for scheduled in output.scheduled_seqs],
-            [len(o.scheduled_seqs) for o in outputs],
-        )
+        scheduled_seqs = [scheduled for output in outputs for scheduled in output.scheduled_seqs]
+        num_seqs = [len(output.scheduled_seqs) for output in outputs]
         if not all(map(is_plain_decode, scheduled_seqs)) or self._packer.reports_logprobs(scheduled_seqs):
             raise ValueError(
                 "a multi-step decode has decodes of one token, in rows that the device knows, and no log-probabilities"

@@ -21,9 +21,7 @@ class RowState(NamedTuple):
     num_prompt_tokens: int
     sampling: SamplingSpec  # with its seed and a position a draft model samples with the same noise
     cache_salt: str | None = None  # what is learnt from a sequence may serve only those of the same salt
-    num_in_flight: int = (
-        0  # 1 if a token behind `token_ids` is sampled and not known; then the draft begins with that one
-    )
+    num_in_flight: int = 0  # 1 if one more token is sampled and not known; then the draft begins with that one
 
 
 class Proposer(ABC):

@@ -99,7 +99,7 @@ class SpeculativeScheduler(Scheduler):
         since `super()` takes longer than all else that a step without drafts does here.
         """
         number = self._rows.num_steps
-        if number < self.speculation.asleep_until:
+        if number < self.speculation.propose_from:
             return Scheduler.schedule(self)
         drafts = self._fitting(self.speculation.propose(self.running, self._num_samples - len(self.running), number))
         if drafts:

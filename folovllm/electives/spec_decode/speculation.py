@@ -1,4 +1,4 @@
-"""The scheduler's side of drafting: for which sequences a draft is asked for, when none is, and what came of drafts."""
+"""The scheduler's side of drafting: it decides which sequences get drafts, and reports what came of them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SamplingSpec
 
-FULL = 64  # steps until the policy is asked again where a step had no room for draft tokens
-SETTLE, TIMED = 2, 6  # steps of a rest until steps overlap again; then so many are timed
+NO_ROOM = 64  # steps without drafts after a step that had no room for draft tokens
+SETTLE, TIMED = 2, 6  # in a rest: the steps until steps overlap again, and the steps that are timed then
 
 
 @dataclass(slots=True)
-class Known:
+class AdmittedSequence:
     """A sequence that was admitted to the proposer."""
 
     seq: Sequence
     spec: SamplingSpec
-    num_observed: int  # tokens that the proposer has
+    num_observed: int  # tokens of which the proposer was told
 
     def state(self) -> RowState:
-        """Return the sequence with the tokens that the proposer has."""
+        """Return the sequence with the tokens of which the proposer was told."""
         seq = self.seq
         return RowState(
             seq.seq_id, seq.tokens(0, self.num_observed), seq.num_prompt_tokens, self.spec, seq.request.cache_salt,
@@ -36,14 +36,14 @@ class Known:
 
 
 class DraftRules:
-    """What limits the drafts of sequences. This one limits none; structured output's manager has the same methods."""
+    """Rules of grammars for drafts. This class has none; the manager of structured output has the same methods."""
 
     def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
-        """The draft tokens, from the first on, that `seq` may have."""
+        """Return the start of `draft` that the grammar of `seq` allows."""
         return draft
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
-        """Jump-forward tokens: at most so many that come next because nothing else may. Empty where there is a choice."""
+        """Return at most `most` jump-forward tokens: those that the grammar forces next. Empty where there is a choice."""
         return []
 
 
@@ -51,7 +51,7 @@ class Timed(NamedTuple):
     """Steps that are being timed."""
 
     seq_ids: frozenset[int]
-    number: int  # of the step behind them
+    number: int  # of the step after them
     start: float
     has_drafts: bool
 
@@ -59,13 +59,11 @@ class Timed(NamedTuple):
 class Speculation:
     """Asks the policy for draft lengths and the proposer for drafts, and reports to both what came of them.
 
-    While the policy rests, a step costs nothing here: no sequence is looked at, and the proposer gets the sampled tokens when
-    it is asked again.
+    While the policy rests, a step costs nothing here: the proposer gets all tokens of the rest when it is next asked.
 
     Attributes:
-        asleep_until: the number of a step; `propose` need not be called for those before it.
+        propose_from: the number of the next step for which `propose` must be called.
         num_drafts, num_draft_tokens, num_accepted: drafts that were verified so far, their tokens, and the accepted ones.
-        asked: whether the proposer was asked for the coming step.
     """
 
     def __init__(
@@ -75,54 +73,54 @@ class Speculation:
         rules: DraftRules,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` gives the seconds that the proposer takes."""
+        """`clock` returns seconds; proposer and steps are timed by it."""
         self.proposer, self.policy = proposer, policy
         self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
-        self.asleep_until, self.asked = 0, False
+        self.propose_from = 0
         self.rules, self._clock = rules, clock
-        self._known: dict[int, Known] = {}  # by seq_id
-        self._rest_until = 0  # `asleep_until` of the proposer alone: drafts of a grammar may be due earlier
+        self._admitted: dict[int, AdmittedSequence] = {}  # by seq_id
+        self._rest_until = 0  # the step from which on the policy is asked; grammars may force tokens earlier
         self._timed: Timed | None = None
-        self._settled = -1  # the step of a rest from which on steps are timed
-        self._by_proposer: set[int] = set()  # whose drafts of the last step are the proposer's, by seq_id
+        self._time_from = -1  # the step of a rest from which on steps are timed
+        self._by_proposer: set[int] = set()  # seq_ids whose last draft came from the proposer, not from a grammar
 
     def propose(self, running: SequenceOf[Sequence], room: int, number: int) -> dict[int, list[int]]:
         """Return drafts for step `number`, by seq_id, for sequences of which all tokens but the newest are computed.
 
-        The newest may be in flight. Then it is drafted, too, so that the step need not wait for it. A draft ends where the
-        answer reaches its greatest length, or the grammar allows no more. `room`: draft tokens that the step may verify at most.
+        The newest may be in flight. Then the proposer drafts it, too, so that the step need not wait for it. A draft ends where
+        the answer reaches its greatest length, or the grammar allows no more. `room`: the most draft tokens of the step.
         """
-        self.asked, self._by_proposer = False, set()
+        self._by_proposer = set()
         now, seq_ids = self._clock(), frozenset(seq.seq_id for seq in running)
-        self._tell_times(seq_ids, number, now)
+        self._report_times(seq_ids, number, now)
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]
         if not seqs or room <= 0:
-            self.asleep_until = number + (FULL if seqs else 0)
+            self.propose_from = number + (NO_ROOM if seqs else 0)
             return {}
         constrained = [seq for seq in seqs if seq.params.structured_outputs is not None]
         drafts = self._by_policy(seqs, number) if number >= self._rest_until else {}
         drafts = self._jump_forward(constrained, len(seqs), drafts)
-        self.asleep_until = number if constrained else self._rest_until
+        self.propose_from = number if constrained else self._rest_until
         if not constrained and len(seqs) == len(running):
             self._time_steps(seqs, Timed(seq_ids, number + 1, now, True), bool(drafts))
         return drafts
 
     def _time_steps(self, seqs: list[Sequence], step: Timed, has_drafts: bool) -> None:
-        """Time this step if it has drafts, and some steps at the beginning of a rest; `propose` is called for what follows them.
+        """Begin to time this step if it has drafts, else, early in a rest, the next few steps. `propose` is called after them.
 
-        Behind a step in flight none is timed, for it would wait for that one, too.
+        No step with drafts is timed while another is in flight, since it would wait for that one, too.
         """
         number = step.number - 1
         if has_drafts:
             self._timed = None if any(map(num_in_flight, seqs)) else step
-        elif number < self._settled:
-            self.asleep_until = min(self.asleep_until, self._settled)
-        elif number == self._settled:
+        elif number < self._time_from:
+            self.propose_from = min(self.propose_from, self._time_from)
+        elif number == self._time_from:
             self._timed = step._replace(number=number + TIMED, has_drafts=False)
-            self.asleep_until = min(self.asleep_until, number + TIMED)
+            self.propose_from = min(self.propose_from, number + TIMED)
 
-    def _tell_times(self, seq_ids: frozenset[int], number: int, now: float) -> None:
-        """Tell the policy what the timed steps took, if no sequence came meanwhile and none had left before."""
+    def _report_times(self, seq_ids: frozenset[int], number: int, now: float) -> None:
+        """Report the seconds of timed steps to the policy, unless sequences came, or half of them left."""
         timed = self._timed
         if timed is None or number < timed.number:
             return
@@ -132,12 +130,12 @@ class Speculation:
             self.policy.observe_steps(len(timed.seq_ids), (now - timed.start) / steps, timed.has_drafts)
 
     def _by_policy(self, seqs: list[Sequence], number: int) -> dict[int, list[int]]:
-        """Return the proposer's drafts, of the lengths that the policy gives."""
+        """Ask the policy for lengths and the proposer for drafts. Return the drafts, as far as grammars allow them."""
         start = self._clock()
         lengths = self.policy.lengths([seq.seq_id for seq in seqs])
         if not any(lengths):
             self._rest_until = number + 1 + self.policy.rest
-            self._settled = number + SETTLE
+            self._time_from = number + SETTLE
             return {}
         wanted = [
             (seq, min(length + num_in_flight(seq), num_left(seq)))
@@ -147,24 +145,24 @@ class Speculation:
         wanted = [(seq, k) for seq, k in wanted if k > num_in_flight(seq)]
         if not wanted:
             return {}
-        self.asked, ks = True, [k for _, k in wanted]
-        found = self.proposer.propose_all([self._know(seq).state() for seq, _ in wanted], ks)
+        ks = [k for _, k in wanted]
+        found = self.proposer.propose_all([self._update_proposer(seq).state() for seq, _ in wanted], ks)
         drafts = {}
         for (seq, k), draft in zip(wanted, found, strict=True):
-            if draft and self._known[seq.seq_id].spec.has_grammar:
+            if draft and self._admitted[seq.seq_id].spec.has_grammar:
                 draft = self.proposer.resolve(draft)
             if own := self.rules.trim(seq, draft[:k])[num_in_flight(seq) :]:
                 drafts[seq.seq_id] = own
                 self._by_proposer.add(seq.seq_id)
             else:
                 self.policy.observe(seq.seq_id, 0, 0)  # a draft that the grammar rejects counts as no draft
-        self.policy.observe_asked(len(seqs), max(ks), sum(map(len, drafts.values())), self._clock() - start)
+        self.policy.observe_drafting(len(seqs), max(ks), sum(map(len, drafts.values())), self._clock() - start)
         return drafts
 
     def _jump_forward(
         self, constrained: list[Sequence], num_seqs: int, drafts: dict[int, list[int]]
     ) -> dict[int, list[int]]:
-        """Return `drafts`, with the tokens that a grammar forces in place of shorter or other drafts, which count as none."""
+        """Return `drafts`; where a grammar forces tokens, these replace a draft that is shorter or differs. It counts as no draft."""
         forced = {}
         for seq in constrained:
             first = num_in_flight(seq)
@@ -189,33 +187,33 @@ class Speculation:
             self.policy.observe(seq.seq_id, num_draft_tokens, num_accepted)
 
     def add(self, seq: Sequence, number: int) -> None:
-        """Add a sequence before step `number`: a rest does not hold up drafts of its grammar."""
+        """Note a sequence that comes before step `number`. If it has a grammar, `propose` must be called at once, even in a rest."""
         if seq.params.structured_outputs is not None:
-            self.asleep_until = number
+            self.propose_from = number
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
-        """Drop sequences that have ended. The proposer may learn from those that ended by themselves."""
+        """Drop sequences that have ended. The proposer also gets the answers that were not aborted."""
         for seq in seqs:
-            is_whole = seq.status is not SequenceStatus.FINISHED_ABORTED
-            if seq.seq_id in self._known:
-                if is_whole:
-                    self._know(seq)
-                del self._known[seq.seq_id]
+            is_complete = seq.status is not SequenceStatus.FINISHED_ABORTED
+            if seq.seq_id in self._admitted:
+                if is_complete:
+                    self._update_proposer(seq)
+                del self._admitted[seq.seq_id]
                 self.proposer.finish(seq.seq_id)
-            elif is_whole:
+            elif is_complete:
                 self.proposer.remember(seq.tokens(seq.num_prompt_tokens, seq.num_tokens), seq.request.cache_salt)
             self.policy.forget(seq.seq_id)
 
-    def _know(self, seq: Sequence) -> Known:
-        """Give the proposer all tokens of a sequence."""
-        known = self._known.get(seq.seq_id)
-        if known is None:
-            known = self._known[seq.seq_id] = Known(seq, sampling_spec(seq), seq.num_prompt_tokens)
-            self.proposer.admit(known.state())
-        if known.num_observed < seq.num_tokens:
-            self.proposer.observe(seq.seq_id, seq.tokens(known.num_observed, seq.num_tokens).tolist())
-            known.num_observed = seq.num_tokens
-        return known
+    def _update_proposer(self, seq: Sequence) -> AdmittedSequence:
+        """Admit a sequence to the proposer if it is new there, and tell it all tokens."""
+        admitted = self._admitted.get(seq.seq_id)
+        if admitted is None:
+            admitted = self._admitted[seq.seq_id] = AdmittedSequence(seq, sampling_spec(seq), seq.num_prompt_tokens)
+            self.proposer.admit(admitted.state())
+        if admitted.num_observed < seq.num_tokens:
+            self.proposer.observe(seq.seq_id, seq.tokens(admitted.num_observed, seq.num_tokens).tolist())
+            admitted.num_observed = seq.num_tokens
+        return admitted
 
 
 def num_in_flight(seq: Sequence) -> int:

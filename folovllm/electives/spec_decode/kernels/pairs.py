@@ -1,6 +1,6 @@
-"""What a draft head gets of a step, and what a chain begins with, in three launches in place of eighty.
+"""What a draft head reads in a step, and what a chain begins with, in three launches in place of eighty.
 
-In torch these are `head_runner.pairs` and `head_runner.chain_start`.
+`pairing` has the same two functions in torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from folovllm.step.forward_batch import ForwardBatch
 
 @triton.jit
 def sequence_of(start_ptr, token, num_seqs, SEQS: tl.constexpr):
-    """Return the sequence that a token of the step is of: as many as end before it."""
+    """Return the sequence of a token of the step: the number of sequences that end before it."""
     seq, i = 0, tl.arange(0, SEQS)
     for first in range(0, num_seqs, SEQS):
         ends = tl.load(start_ptr + 1 + first + i, mask=first + i < num_seqs, other=2147483647)
@@ -29,7 +29,7 @@ def pair_up_kernel(
     pair_position_ptr, pair_slot_ptr, num_seqs, stride_table, DEPTH: tl.constexpr, B: tl.constexpr, H: tl.constexpr,
     WIDTH: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token): the hidden state of the token before it, that one's position, and its slot, -1 where there is no pair."""
+    """Program (token): the pair's hidden state, position and slot. The slot is -1 where there is no pair."""
     token = tl.program_id(0)
     seq = sequence_of(start_ptr, token, num_seqs, SEQS)
     before = tl.load(position_ptr + token) - 1
@@ -75,7 +75,7 @@ def chain_start_kernel(
     k, first_spare, max_blocks, stride_table, SPARE: tl.constexpr, DEPTH: tl.constexpr, B: tl.constexpr, H: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence): its table with spare blocks, where each step of the chain stands, and the state that it begins with."""
+    """Program (sequence): its table with spare blocks, positions and slots of its pairs, and the first pair's hidden state."""
     seq, num_seqs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     row = tl.load(row_ptr + seq).to(tl.int64)
     is_real = tl.load(len_ptr + seq) > 0
@@ -103,7 +103,7 @@ def chain_start_kernel(
 def start_chain(
     batch: ForwardBatch, k: int, kept: KeptStates, block_size: int, first_spare: int, num_spare: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `head_runner.chain_start` does. Sequences of padding have tables and states of any value."""
+    """Return what `pairing.start_chain` returns. Sequences of padding have tables and states of any value."""
     (num_seqs, max_blocks), hidden, on = batch.block_tables.shape, kept.hidden.shape[2], batch.positions.device
     assert batch.rows is not None
     # Each of its own memory: where a tensor begins at a multiple of 16 bytes, Triton compiles another kernel than elsewhere.
@@ -120,18 +120,14 @@ def start_chain(
 
 
 def pair_up(
-    own: torch.Tensor, batch: ForwardBatch, kept: KeptStates, block_size: int
+    combined: torch.Tensor, batch: ForwardBatch, kept: KeptStates, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return hidden states [T, H], positions and slots [T] int64 of the pairs of a step, and keep its last states.
-
-    Args:
-        own: [T, H], contiguous: what a chain carries of each token. A token without slot is padding.
-    """
-    (num_tokens, hidden), rows = own.shape, batch.rows
+    """Do what `pairing.pair_up` does. `combined` is contiguous. A token whose own slot is -1 is padding."""
+    (num_tokens, hidden), rows = combined.shape, batch.rows
     assert rows is not None
-    paired = torch.empty_like(own)
-    positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=own.device) for _ in range(2))
-    given = own, kept.hidden, kept.positions, batch.query_start_loc, rows, batch.positions, batch.slot_mapping
+    paired = torch.empty_like(combined)
+    positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=combined.device) for _ in range(2))
+    given = combined, kept.hidden, kept.positions, batch.query_start_loc, rows, batch.positions, batch.slot_mapping
     width = min(1024, triton.next_power_of_2(hidden))
     sizes = {"DEPTH": kept.hidden.shape[1], "H": hidden, "WIDTH": width, "SEQS": 128}
     pair_up_kernel[(num_tokens,)](
