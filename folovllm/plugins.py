@@ -194,7 +194,7 @@ def named(place: str) -> Any:
     return getattr(import_module(module), name) if name else import_module(module)
 
 
-def require(place: str, purpose: str) -> Any:
+def load_elective(place: str, purpose: str) -> Any:
     """As `named`. Raises ValueError, which says that `purpose` needs the package, where that is not installed."""
     if not is_installed(place):
         raise ValueError(f"{purpose} needs the package {package_of(place)}, which is not installed here")

@@ -174,7 +174,7 @@ class BlockEvicted(Tagged, frozen=True):
 class SnapshotCached(Tagged, frozen=True):
     """A snapshot of a sequence's state got its block, so that others find it."""
 
-    snapshot: int  # as `ScheduledSequence.save_state` has it
+    snapshot: int  # as a recording's scheduled sequence has it (`apps/inspector/lines.py`)
     num_tokens: int  # that are in the state
     serial: int  # of the block at whose end it was taken
 

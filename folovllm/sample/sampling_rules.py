@@ -7,8 +7,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from folovllm.engine.require import is_whole, require
-from folovllm.plugins import STRUCTURED_PARAMS
-from folovllm.plugins import require as required
+from folovllm.plugins import STRUCTURED_PARAMS, load_elective
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -21,7 +20,7 @@ def take_rules(params: Any) -> None:
         if getattr(params, name) is None:
             setattr(params, name, [])
     if params.structured_outputs is not None:
-        params.structured_outputs = required(STRUCTURED_PARAMS, "structured_outputs")(params.structured_outputs)
+        params.structured_outputs = load_elective(STRUCTURED_PARAMS, "structured_outputs")(params.structured_outputs)
     _check_kinds(params)
     params.logit_bias = _bias(params.logit_bias) if params.logit_bias else None
     has_bad_text = any(REPLACEMENT in stop for stop in params.stop)

@@ -11,7 +11,7 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.model_config import num_linear_of
-from folovllm.plugins import STATE_POOL, require
+from folovllm.plugins import STATE_POOL, load_elective
 from folovllm.sample.logprobs import score_hidden
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
@@ -34,10 +34,10 @@ class SerialModelRunner:
 
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache, and layers that keep a state one slot."""
-        if num_linear_of(self._setup.hf_config):
+        if num_linear_of(self._setup.hf_config):  # X5: linear attention keeps states
             from folovllm.worker.kv_memory import free_memory  # here, for few models have such layers
 
-            require(STATE_POOL, "linear attention")(self._setup, self.model, free_memory(self._setup.device))
+            load_elective(STATE_POOL, "linear attention")(self._setup, self.model, free_memory(self._setup.device))
         backend = TorchCatBackend(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()
