@@ -11,9 +11,9 @@ import torch
 class ForwardBatch:
     """A ragged batch: the new tokens of all scheduled sequences, end to end, with no padding.
 
-    Decodes, which have one new token, come first. A sequence after them may have one new token, too. `T` new tokens, `S`
-    sequences. The batch is passed down the model as an argument. There is no global context, so two engines can live in one process.
-    M1's model reads `input_ids`, `positions` and `logits_indices` alone; each other field names the milestone that first reads it.
+    Decodes, which have one new token, come first. A sequence after them may have one new token, too. `T` new tokens, `S` sequences.
+    The batch is an argument down the model, for without a global context two engines can live in one process. M1's model reads
+    `input_ids`, `positions` and `logits_indices` alone; each other field names the milestone that reads it first.
     """
 
     input_ids: torch.Tensor  # [T] int64
@@ -33,7 +33,5 @@ class ForwardBatch:
     is_disjoint: bool = False  # M6: whether no sequence reads K/V that another one writes in this step; False: unknown
     is_padded: bool = False  # M6: whether it is a captured step, padded to more and longer sequences
     has_drafts: bool = False  # X3: whether it is captured for sequences with drafts, which have few new tokens each
-    rows: torch.Tensor | None = (
-        None  # X5: [S], each sequence's row, for layers that keep a state by row; None: nobody does
-    )
+    rows: torch.Tensor | None = None  # X5: [S], each sequence's row, for layers that keep a state by row; else None
     only_last: bool = False  # M6: whether only the hidden states of last tokens are read; False: unknown
