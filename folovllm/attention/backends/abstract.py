@@ -48,8 +48,8 @@ class AttentionConfig:
 class AttentionBackend(ABC):
     """Writes new K/V to the cache and computes attention over it. One instance serves all layers of a model.
 
-    `forward` reads K/V only from the cache, so a step stores first; M1 needs these two alone. At M6 a backend with `supports_cuda_graph` reads device tensors and
-    the batch's upper bounds, never the `_host` lists, and waits for no tensor (`.item()`, `.tolist()`).
+    `forward` reads K/V only from the cache, so a step stores first; M1 needs these two methods alone. A backend with
+    `supports_cuda_graph` reads device tensors and the batch's upper bounds, never the `_host` lists, and waits for no tensor (`.item()`).
     """
 
     name: ClassVar[str]
