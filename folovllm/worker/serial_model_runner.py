@@ -34,8 +34,8 @@ class SerialModelRunner:
 
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache, and layers that keep a state one slot."""
-        if num_linear_of(self._setup.hf_config):  # X5: linear attention keeps states
-            from folovllm.worker.kv_memory import free_memory  # here, for few models have such layers
+        if num_linear_of(self._setup.hf_config):
+            from folovllm.worker.kv_memory import free_memory  # X5; here, for few models have such layers
 
             load_elective(STATE_POOL, "linear attention")(self._setup, self.model, free_memory(self._setup.device))
         backend = TorchCatBackend(self._setup.attention)
