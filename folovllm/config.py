@@ -127,18 +127,18 @@ class EngineConfig:
     random_weights: bool = False
     use_tqdm: bool = True
     builders: str | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict, metadata={"flag": False})
+    extras: Mapping[str, Any] = field(default_factory=dict, metadata={"flag": False})  # `apps.cli` makes none
 
     def __init__(self, **given: Any) -> None:
-        """Takes the fields by name, the options of electives, and those arguments of vLLM's that change nothing."""
+        """Takes the fields by name, electives' options (none at M1), and those arguments of vLLM's that change nothing."""
         own = {each.name: each for each in fields(self)}
         options: list[plugins.Options] = []
         extras = dict(given.pop("extras", {}))
         if extras or not given.keys() <= own.keys():
             options = plugins.options_of(own.keys(), given, extras)
+        given["extras"] = extras
         for name, field_ in own.items():
             setattr(self, name, given.get(name, field_.default))
-        self.extras = extras
         self._resolve()
         for each in options:
             each.check(self)
@@ -220,18 +220,18 @@ def check_combinations(config: EngineConfig) -> None:
     growing, unpaged, hf = config.kv_cache == "growing", config.kv_cache != "paged", config.model_impl == "hf"
     fcfs, batches, prefixes = config.scheduling == "fcfs", config.max_num_seqs != 1, config.enable_prefix_caching
     m2, packed = 'or use milestone="m2"', "CUDA graphs, async_scheduling and tensor_parallel_size need"
-    wrong = {
-        'model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"': hf and not growing,
-        f'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", {m2}': growing and not fcfs,
-        f'kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, {m2}': growing and batches,
-        'enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on': unpaged and prefixes,
-        "enable_chunked_prefill needs batches: take milestone m2 or later": growing and config.enable_chunked_prefill,
-        f'{packed} kv_cache="paged", as from milestone m3 on': unpaged and config.packed_steps,
-        'compile needs model_impl="native": it is our layers that are compiled': hf and config.compile,
-        'random_weights needs model_impl="native"': hf and config.random_weights,
-    }
-    for sentence, holds in wrong.items():
-        require(not holds, sentence)
+    rules = (
+        (hf and not growing, 'model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"'),
+        (growing and not fcfs, f'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", {m2}'),
+        (growing and batches, f'kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, {m2}'),
+        (unpaged and prefixes, 'enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on'),
+        (growing and config.enable_chunked_prefill, "enable_chunked_prefill needs batches: take milestone m2 or later"),
+        (unpaged and config.packed_steps, f'{packed} kv_cache="paged", as from milestone m3 on'),
+        (hf and config.compile, 'compile needs model_impl="native": it is our layers that are compiled'),
+        (hf and config.random_weights, 'random_weights needs model_impl="native"'),
+    )
+    for is_wrong, sentence in rules:
+        require(not is_wrong, sentence)
     if config.builder_names:
         from folovllm.learn import builders  # here, for few engines have any
 

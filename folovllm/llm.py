@@ -15,7 +15,7 @@ from folovllm.engine.inputs import Prompt, PromptRequest, as_requests
 from folovllm.engine.llm_calls import LLMCalls
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.progress import Progress
-from folovllm.engine.require import also_takes
+from folovllm.engine.require import takes_vllm_arguments
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -32,7 +32,7 @@ class LLM(LLMCalls):
         self.engine = make_engine(EngineConfig(**overrides))
         self._ids = itertools.count()
 
-    @also_takes("request")
+    @takes_vllm_arguments("request")
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -194,7 +194,7 @@ def named(place: str) -> Any:
     return getattr(import_module(module), name) if name else import_module(module)
 
 
-def require(place: str, purpose: str) -> Any:
+def load_elective(place: str, purpose: str) -> Any:
     """Return what stands at `place` (`named`). Raises ValueError if its package is not installed: `purpose` needs it."""
     if not is_installed(place):
         raise ValueError(f"{purpose} needs the package {package_of(place)}, which is not installed here")

@@ -60,8 +60,8 @@ class Sequence:
     index: int = 0  # among the `n` answers to one prompt
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)  # blocks in order
-    prefix: Any = None  # a `CachedPrefix`, which the prefix cache alone uses
+    block_table: list[int] = field(default_factory=list)  # M3: blocks in order
+    prefix: Any = None  # M5: a `CachedPrefix`, which the prefix cache alone uses
     stop_reason: str | int | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
     prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come
@@ -105,7 +105,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What a step may compute: 1 while decoding (also before the host knows the token), else more."""
+        """What a step may compute (M2): 1 while decoding, else more. At M6 the host may not know that one token yet."""
         missing = self.num_tokens - self.num_computed_tokens
         return missing if missing > 1 else 1
 
@@ -129,7 +129,7 @@ class Sequence:
         self.last_token = token_id
 
     def start(self) -> None:
-        """WAITING -> RUNNING: M2's scheduler admits the sequence (M1's sets the status itself). From any other status ValueError (`_expect`), and nothing changes."""
+        """WAITING -> RUNNING: M2's scheduler admits the sequence (M1's sets the status itself: this is an exercise of M2). From any other status ValueError (`_expect`), and nothing changes."""
         self._expect(SequenceStatus.WAITING)
         self.status = SequenceStatus.RUNNING
 

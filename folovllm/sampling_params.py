@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Self
 
-from folovllm.engine.require import ABOVE_0, Limits, also_takes, check_fields, require
+from folovllm.engine.require import ABOVE_0, Limits, check_fields, require, takes_vllm_arguments
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
 LIMITS = {  # no sample from finite logits overflows within them
@@ -36,7 +36,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # there is one output, at the end
 
 
-@also_takes("sampling")
+@takes_vllm_arguments("sampling")
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling and stopping rules of one request, validated when they are made.
@@ -107,9 +107,8 @@ class SamplingParams:
                 setattr(self, name, 1 if value else None)
         self.seed = None if self.seed == -1 else self.seed
         self._validate()
-        if any(type(own := getattr(self, name)) is not list or own for name in LISTS) or any(
-            getattr(self, name) is not None for name in OTHERS
-        ):
+        has_lists = any(type(own := getattr(self, name)) is not list or own for name in LISTS)  # most have empty ones
+        if has_lists or any(getattr(self, name) is not None for name in OTHERS):
             from folovllm.sample.sampling_rules import take_rules  # here, for most requests have none
 
             take_rules(self)

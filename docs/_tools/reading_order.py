@@ -13,48 +13,49 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
     "m1": [
         ("llm.py", "llm.py", "entrypoints/llm.py"),
         ("config.py", "config.py", "config/"),
+        ("engine/setup.py", "", ""),
         ("sampling_params.py", "sampling_params.py", "sampling_params.py"),
         ("engine/inputs.py", "", "inputs/llm.py"),
         ("outputs.py", "", "outputs.py"),
-        ("engine/input_processor.py", "", "v1/engine/input_processor.py"),
-        ("step/schedule.py", "", "v1/core/sched/output.py"),
         ("request.py", "engine/sequence.py", "v1/request.py"),
+        ("step/schedule.py", "", "v1/core/sched/output.py"),
+        ("engine/input_processor.py", "", "v1/engine/input_processor.py"),
         ("engine/llm_engine.py", "engine/llm_engine.py", "v1/engine/llm_engine.py"),
+        ("build.py", "", ""),
         ("engine/core.py", "engine/llm_engine.py", "v1/engine/core.py"),
-        ("engine/serial_scheduler.py", "", ""),
-        ("engine/sampling_spec.py", "", ""),
         ("engine/event_stream.py", "", ""),
         ("engine/events.py", "", ""),
+        ("engine/serial_scheduler.py", "", ""),
+        ("engine/sampling_spec.py", "", ""),
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
         ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
         ("engine/output_processor.py", "", "v1/engine/output_processor.py"),
         ("executor/abstract.py", "", "v1/executor/abstract.py"),
         ("executor/gpu_executor.py", "", "v1/executor/uniproc_executor.py"),
+        ("worker/runner.py", "", ""),
         ("worker/gpu_worker.py", "engine/model_runner.py", "v1/worker/gpu_worker.py"),
         ("worker/hf_model_runner.py", "", ""),
-        ("step/forward_batch.py", "utils/context.py", "forward_context.py"),
-        ("attention/backends/abstract.py", "", "v1/attention/backend.py"),
-        ("layers/attention.py", "layers/attention.py", ""),
-        ("worker/serial_model_runner.py", "", ""),
-        ("attention/backends/torch_cat.py", "", ""),
         ("sample/sampler.py", "layers/sampler.py", "v1/sample/sampler.py"),
         ("sample/rows.py", "", "v1/sample/metadata.py"),
         ("sample/filters.py", "", "v1/sample/ops/topk_topp_sampler.py"),
         ("sample/noise.py", "", ""),
-        ("layers/layer_set.py", "", ""),
-        ("models/llama.py", "", "model_executor/models/llama.py"),
-        ("models/qwen3.py", "models/qwen3.py", "model_executor/models/qwen3.py"),
-        ("models/model_config.py", "", ""),
+        ("step/forward_batch.py", "utils/context.py", "forward_context.py"),
+        ("attention/backends/abstract.py", "", "v1/attention/backend.py"),
+        ("layers/attention.py", "layers/attention.py", ""),
+        ("attention/ops.py", "", ""),
+        ("attention/backends/torch_cat.py", "", ""),
+        ("worker/serial_model_runner.py", "", ""),
         ("layers/linear.py", "layers/linear.py", "model_executor/layers/linear.py"),
+        ("layers/layer_set.py", "", ""),
         ("layers/layernorm.py", "layers/layernorm.py", "model_executor/layers/layernorm.py"),
         ("layers/rotary_embedding.py", "layers/rotary_embedding.py", "model_executor/layers/rotary_embedding/"),
         ("layers/activation.py", "layers/activation.py", "model_executor/layers/activation.py"),
-        ("attention/ops.py", "", ""),
         ("layers/embed_head.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
+        ("models/model_config.py", "", ""),
+        ("models/llama.py", "", "model_executor/models/llama.py"),
+        ("models/qwen3.py", "models/qwen3.py", "model_executor/models/qwen3.py"),
         ("models/registry.py", "", "model_executor/models/registry.py"),
         ("models/loader.py", "utils/loader.py", "model_executor/model_loader/default_loader.py"),
-        ("build.py", "", ""),
-        ("engine/setup.py", "", ""),
     ],
     "m2": [
         ("engine/build_batch.py", "", ""),
@@ -275,13 +276,25 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 `nanovllm/`, and in [vLLM](https://github.com/vllm-project/vllm)'s v1 engine, under `vllm/`. Each path was looked up in those repositories. vLLM
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
-What is not listed are helpers, which a first reading may take at their names and first sentences: calls of `LLM` and of the engine that `generate` does not need
-(`engine/llm_calls.py`, `engine/calls.py`), Ctrl-C and the progress bar (`engine/ctrl_c.py`, `engine/progress.py`), log-probabilities (`engine/logprobs.py`), the table of electives (`plugins.py`) and their
+Letters in shapes, as in `# [T, Hq, D]`, are in the [glossary](reference/glossary.md#letters-in-shapes). A comment "M6:" or "X3:" says what a field is for: earlier milestones
+leave it as it is.
+
+What is not listed are helpers, which a first reading may take at their names and first sentences: calls of `LLM` and of the engine that `generate` does not need, but for `get_default_sampling_params`
+(`engine/llm_calls.py`, `engine/calls.py`), Ctrl-C and the progress bar (`engine/ctrl_c.py`, `engine/progress.py`), log-probabilities (`engine/logprobs.py`, `step/scores.py`), the table of electives (`plugins.py`) and their
 hook (`engine/extension.py`), CPU threads, metrics and snapshots of the engine (`engine/`), the command line and the benchmarks (`apps/cli/`, `apps/bench/`), names and arguments of vLLM's
 (`compat.py`, `engine/vllm_arguments.py`), the chat template and beam search (`engine/`), the flags of the server (`electives/server/config.py`, `electives/server/cli.py`),
-the checks of a user's values (`engine/require.py`), what fetches and converts a model (`models/files.py`, `electives/quantization/gguf_file.py`), small helpers
-(`models/written_files.py`, `distributed/children.py`), and the import finder of `mine/` (`learn/overlay.py`).
+the checks of a user's values (`engine/require.py`, `sample/sampling_rules.py`), prompts that are no plain text, or may be too long (`engine/prompt_forms.py`, `engine/long_prompts.py`), words that an answer must not hold (`engine/bad_words.py`),
+the spelling of single tokens and answers without text (`engine/spelling.py`, `engine/no_text.py`), the choice of a backend (`attention/backends/registry.py`),
+what fetches, checks and converts a model (`models/files.py`, `models/sources.py`, `models/checked_config.py`, `models/quick_start.py`, `electives/quantization/gguf_file.py`), small helpers
+(`models/messages.py`, `models/written_files.py`, `distributed/children.py`), and the import finder of `mine/` (`learn/overlay.py`).
 """
+
+NOTES = {  # below a milestone's heading
+    "m1": """Take two evenings. The first one ends after `sample/noise.py`, with all that runs Hugging Face's model. The second one has our own layers and the loader.
+Of `engine/setup.py` the class `EngineSetup` is enough at first, and `engine/events.py` is M1's as far as `Snapshot`. `SchedulerLike`, which the core works with, is the
+protocol at the top of `engine/scheduler.py`; the rest of that file is M2's.
+""",
+}
 
 
 def minutes(file: str) -> int:
@@ -302,6 +315,7 @@ def page() -> str:
     for manifest in manifests:
         chapter = Path(manifest["chapter"]).name
         parts.append(f"## {manifest['id'].upper()}: [{manifest['title']}]({chapter})\n")
+        parts += [NOTES[manifest["id"]]] if manifest["id"] in NOTES else []
         parts.append(f"<!-- files {manifest['id']} -->\n")  # what the Chinese edition copies
         parts.append("| file | minutes | exercises | nano-vLLM | vLLM |\n|---|---|---|---|---|")
         for file, nano, vllm in ORDER[manifest["id"]]:

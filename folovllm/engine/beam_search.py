@@ -9,7 +9,7 @@ from typing import Any, cast
 from folovllm.engine.inputs import Prompt, encode, is_one_prompt, parse_prompt
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.prompt_forms import TokensPrompt
-from folovllm.engine.require import also_takes, require
+from folovllm.engine.require import require, takes_vllm_arguments
 from folovllm.models.files import eos_token_ids
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
@@ -17,7 +17,7 @@ from folovllm.sampling_params import SamplingParams
 Generate = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
 
 
-@also_takes("beams")
+@takes_vllm_arguments("beams")
 @dataclass(slots=True)
 class BeamSearchParams:
     """How to search.

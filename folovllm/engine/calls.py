@@ -14,12 +14,12 @@ from folovllm.engine.events import ExpertsAsked, Listener
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
-from folovllm.engine.require import also_takes
+from folovllm.engine.require import takes_vllm_arguments
 from folovllm.engine.setup import EngineSetup
 from folovllm.engine.snapshot import snapshot
 from folovllm.models.files import full_tokenizer
 from folovllm.outputs import RequestOutput
-from folovllm.plugins import CALLS, require
+from folovllm.plugins import CALLS, load_elective
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -43,9 +43,9 @@ class EngineCalls:
         """A call that an elective owns: a function of the engine in `folovllm.plugins.CALLS`, such as `expert_load`."""
         if name not in CALLS:
             raise AttributeError(f"an engine has no {name!r}")
-        return partial(require(CALLS[name], name), self)
+        return partial(load_elective(CALLS[name], name), self)
 
-    @also_takes("generate")
+    @takes_vllm_arguments("generate")
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -87,10 +87,10 @@ class EngineCalls:
             ValueError: no request of this one id is being served.
         """
         if isinstance(request_id, str):
-            if request_id not in self.core.output.requests:
+            if request_id not in self.core.output_processor.requests:
                 raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-            return self.core.output.report(self.core.end([request_id])[0])
-        return [self.core.output.report(state) for state in self.core.end(list(request_id))]
+            return self.core.output_processor.report(self.core.end([request_id])[0])
+        return [self.core.output_processor.report(state) for state in self.core.end(list(request_id))]
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, which is transformers'."""
@@ -99,23 +99,23 @@ class EngineCalls:
     @property
     def request_ids(self) -> list[str]:
         """The ids of the requests that are being served."""
-        return list(self.core.output.requests)
+        return list(self.core.output_processor.requests)
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests are being served."""
-        return len(self.core.output.requests)
+        return len(self.core.output_processor.requests)
 
     def subscribe(self, listener: Listener, experts: bool = False) -> None:
         """Call `listener(events)` after each step with what happened (`folovllm.engine.events`), and now with the present state.
 
         With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
         """
-        state = snapshot(self.setup, self.core.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
+        core = self.core
+        state = snapshot(self.setup, core.scheduler.kv, core.num_steps, core.output_processor.requests.values())
         if not experts or not self.setup.config.extras.get("count_experts"):
-            self.core.events.subscribe(listener, state)
-            return
-        self.core.events.subscribe(listener, state, lambda: ExpertsAsked(self.expert_load()))
-        self.core.events.emit(ExpertsAsked(self.expert_load()))
+            return core.events.subscribe(listener, state)
+        core.events.subscribe(listener, state, lambda: ExpertsAsked(self.expert_load()))
+        core.events.emit(ExpertsAsked(self.expert_load()))
         self.core.events.drain()
 
     def unsubscribe(self, listener: Listener) -> None:

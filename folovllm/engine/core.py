@@ -21,8 +21,8 @@ from folovllm.step.schedule import SchedulerOutput
 class StartedStep:
     """A step that was started and whose tokens were not collected yet."""
 
-    output: SchedulerOutput
-    seqs: list[Sequence]  # those of `output.scheduled_seqs`
+    schedule: SchedulerOutput
+    seqs: list[Sequence]  # those of `schedule.scheduled_seqs`
     start: float
     pending: Pending
 
@@ -31,23 +31,23 @@ class EngineCore:
     """Serves sequences step by step, until none is left.
 
     Attributes:
-        output: the requests that are being served, and what each has to report.
+        output_processor: the requests that are being served, by id, and what each has to report.
         num_steps: steps whose tokens have arrived. num_preemptions: sequences that these steps preempted.
-        end_early: a hook after each step. It gets the step's sequences, aborts those that no token can follow, and returns their ends.
+        end_early: X1's hook after a step. It gets the sequences, aborts those whose grammar allows no token, and returns their ends.
     """
 
     def __init__(self, scheduler: SchedulerLike, executor: Executor, events: Events) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.events = events
-        self.output = OutputProcessor(scheduler.abort)
+        self.output_processor = OutputProcessor(scheduler.abort)
         self.num_steps = self.num_preemptions = 0
         self.end_early: Callable[[list[Sequence]], list[SequenceOutput]] | None = None
         self._last_arrival = 0.0  # of a step's tokens
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
-        return bool(self.output.requests)
+        return bool(self.output_processor.requests)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""
@@ -56,41 +56,42 @@ class EngineCore:
         try:
             schedule = self.scheduler.schedule()
             if not schedule.scheduled_seqs and (schedule.preempted or schedule.extras):
-                return []  # the next step uses the blocks of those that were preempted, or K/V is on its way
+                return []  # never at M1. M3: the next step uses the preempted one's blocks; X7: K/V is on its way
             return self.collect(self.start(schedule))
         finally:
             self.events.drain()  # after an error, too: listeners then see how it came about
 
-    def start(self, output: SchedulerOutput) -> StartedStep:
+    def start(self, schedule: SchedulerOutput) -> StartedStep:
         """Have a step computed; `collect` processes its tokens."""
-        seqs, start = self.scheduler.sequences(output), time.monotonic()
-        return StartedStep(output, seqs, start, self.executor.submit(output))
+        seqs, start = self.scheduler.sequences(schedule), time.monotonic()
+        return StartedStep(schedule, seqs, start, self.executor.submit(schedule))
 
     def collect(self, step: StartedStep) -> list[RequestOutput]:
         """Wait for the tokens of a step, hand them to their sequences, and return what is new of the requests.
 
-        A sequence that ended while the step was under way gets nothing more.
+        A sequence that ended while the step was under way gets nothing more (M6, where steps overlap).
         """
         result = step.pending.wait()
         arrived = time.monotonic()
         alive = [i for i, seq in enumerate(step.seqs) if not seq.status.is_finished]
         new = self.scheduler.postprocess([(step.seqs[i], result.token_ids[i]) for i in alive])
         if result.logprobs:
-            keep_logprobs(step.seqs, step.output.scheduled_seqs, result.logprobs, alive)
+            keep_logprobs(step.seqs, step.schedule.scheduled_seqs, result.logprobs, alive)
         now = time.monotonic()
         if self.events.on:  # where steps overlap, a step's time begins where the last one ended
             times = max(step.start, self._last_arrival), arrived, now
             self._last_arrival = arrived
-            report_step(self.events, self.scheduler, new, self.num_steps, *times, step.output, result)
+            report_step(self.events, self.scheduler, new, self.num_steps, *times, step.schedule, result)
         if self.end_early is not None:
             new += self.end_early(step.seqs)
         self.num_steps += 1
-        self.num_preemptions += len(step.output.preempted)
-        return self.output.process(new, now)
+        self.num_preemptions += len(step.schedule.preempted)
+        return self.output_processor.process(new, now)
 
     def end(self, request_ids: Collection[str]) -> list[RequestState]:
         """End those of the requests that are being served; returns what there is of them."""
-        ended = [self.output.requests.pop(id_) for id_ in dict.fromkeys(request_ids) if id_ in self.output.requests]
+        requests = self.output_processor.requests
+        ended = [requests.pop(id_) for id_ in dict.fromkeys(request_ids) if id_ in requests]
         self.scheduler.abort(*(seq for state in ended for seq in state.seqs if not seq.status.is_finished))
         self.events.drain()
         for state in ended:

@@ -27,7 +27,7 @@ class IncrementalDetokenizer:
 
     Attributes:
         spelling: of single tokens, for log-probabilities; None for a request that wants no text.
-        offsets: for each token the number of characters before it, if somebody wants to know.
+        offsets: for each token the number of characters before it; None unless X1's server wants it, with logprobs.
     """
 
     spelling: Spelling | None = None
@@ -75,7 +75,7 @@ class IncrementalDetokenizer:
         return rest
 
     def forget_last(self) -> None:
-        """Remove the newest token. Nothing was decoded since it came."""
+        """Remove the newest token. Call it before anything is decoded after that token came."""
         del self.token_ids[-1:]
 
     def find_stop(self, stop: list[str], include: bool = False) -> str | None:

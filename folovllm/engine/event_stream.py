@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from folovllm.engine.events import Event, Listener, Snapshot
 
-Source = Callable[[], Event]
+Source = Callable[[], Event]  # `metrics.report_step` asks it; X4 has the only one, which counts experts
 logger = logging.getLogger("folovllm")
 
 

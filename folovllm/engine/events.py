@@ -21,7 +21,7 @@ class Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A record that is an array on the wire and in a recording: its name, and then its fields."""
 
 
-class RequestAdded(Tagged, frozen=True):
+class RequestAdded(Tagged, frozen=True):  # to `Snapshot`: all that M1 emits
     """A sequence came: one answer to a request."""
 
     seq_id: int
@@ -47,32 +47,11 @@ class Admitted(Tagged, frozen=True):
     num_cached_tokens: int
 
 
-class PrefixHit(Tagged, frozen=True):
-    """The prefix cache had these tokens of a sequence that was admitted."""
-
-    seq_id: int
-    num_tokens: int
-
-
-class Preempted(Tagged, frozen=True):
-    """A sequence gave way; what it had computed is lost."""
-
-    seq_id: int
-    for_seq_id: int  # may be itself: it ranks last
-    num_tokens: int  # computed by earlier steps
-
-
 class Finished(Tagged, frozen=True):
     """A sequence ended by itself: "stop" or "length"."""
 
     seq_id: int
     reason: str
-
-
-class GivenUp(Tagged, frozen=True):
-    """The engine is about to end a sequence, whose answer cannot get its form any more. `Aborted` follows."""
-
-    seq_id: int
 
 
 class Aborted(Tagged, frozen=True):
@@ -118,127 +97,6 @@ class StepEnded(Tagged, frozen=True):
         return [(scheduled.seq_id, ids) for scheduled, ids in pairs if ids]
 
 
-class ExpertsAsked(Tagged, frozen=True):
-    """How often each expert was asked by all steps so far. Said at first and before the end of each step, on request only.
-
-    The engine waits for the device to know it. With overlap, that is for the step after this one, which counts here too.
-    """
-
-    counts: SequenceOf[SequenceOf[int]]  # [L][E]
-
-
-class BlockClaimed(Tagged, frozen=True):
-    """A block left the free list, for new contents or because its old ones were found."""
-
-    block_id: int
-
-
-class BlockFreed(Tagged, frozen=True):
-    """A block joined the free list; its contents stay until it is taken."""
-
-    block_id: int
-
-
-class BlockTaken(Tagged, frozen=True):
-    """A block got a first holder, for new contents. The `ScheduledSequence` that names it says who holds it."""
-
-    block_id: int
-
-
-class BlockAdopted(Tagged, frozen=True):
-    """A sequence began with a block that was cached."""
-
-    block_id: int
-    seq_id: int
-    ref_count: int  # with it
-
-
-class BlockCached(Tagged, frozen=True):
-    """A full block got a name, so that others find it."""
-
-    block_id: int
-    seq_id: int  # whose tokens it holds,
-    place: int  # and which block of them
-    hash: int
-    serial: int
-    parent: int  # the serial of the block before it
-
-
-class BlockEvicted(Tagged, frozen=True):
-    """A block lost its name."""
-
-    block_id: int
-    hash: int
-
-
-class SnapshotCached(Tagged, frozen=True):
-    """A snapshot of a sequence's state got its block, so that others find it."""
-
-    snapshot: int  # as `ScheduledSequence.save_state` has it
-    num_tokens: int  # that are in the state
-    serial: int  # of the block at whose end it was taken
-
-
-class SnapshotEvicted(Tagged, frozen=True):
-    """A block lost its snapshot."""
-
-    snapshot: int
-    num_tokens: int
-
-
-class BlockPassed(Tagged, frozen=True):
-    """A sequence gave back a block that lies behind its window."""
-
-    seq_id: int
-    place: int  # which block of it
-    block_id: int
-    ref_count: int  # holders that are left
-
-
-class TableFreed(Tagged, frozen=True):
-    """A sequence gave back its blocks."""
-
-    seq_id: int
-    blocks: tuple[tuple[int, int], ...]  # (block_id, holders that are left), first block first
-
-
-class TableCut(Tagged, frozen=True):
-    """A sequence gave back its last block, which was reserved for draft tokens that were rejected."""
-
-    seq_id: int
-    block_id: int
-
-
-class DraftsVerified(Tagged, frozen=True):
-    """A step verified a draft of the next tokens of a sequence."""
-
-    seq_id: int
-    num_draft_tokens: int
-    num_accepted: int  # the first so many; one token more was sampled
-
-
-class BlocksMoved(Tagged, frozen=True):
-    """K/V of blocks left the device for another memory, came back, or was lost there."""
-
-    what: str  # "offloaded", "loaded" or "lost"
-    place: str  # where to, or where from, or where it was: "host", "disk", "device", "peer"
-    num_blocks: int
-    num_bytes: int
-    seq_id: int  # for which sequence it came; -1: for none
-
-
-class BlockState(NamedTuple):
-    """A block that is held or has a name."""
-
-    block_id: int
-    ref_count: int
-    is_free: bool
-    hash: int | None = None
-    serial: int = 0
-    parent: int = 0
-    token_ids: bytes = b""  # int32, of one that has a name
-
-
 class SequenceState(NamedTuple):
     """A sequence that is being served."""
 
@@ -262,9 +120,151 @@ class Snapshot(Tagged, frozen=True):
     sequences: tuple[SequenceState, ...]
 
 
+class BlockClaimed(Tagged, frozen=True):  # from here on: blocks, or slots (M2, M3)
+    """A block left the free list. `BlockTaken` says so too if it gets new contents, `BlockAdopted` if its old ones are used."""
+
+    block_id: int
+
+
+class BlockFreed(Tagged, frozen=True):
+    """A block joined the free list; its contents stay until it is taken."""
+
+    block_id: int
+
+
+class BlockTaken(Tagged, frozen=True):
+    """A block got a first holder, for new contents. The `ScheduledSequence` that names it says who holds it."""
+
+    block_id: int
+
+
+class TableFreed(Tagged, frozen=True):
+    """A sequence gave back its blocks."""
+
+    seq_id: int
+    blocks: tuple[tuple[int, int], ...]  # (block_id, holders that are left), first block first
+
+
+class Preempted(Tagged, frozen=True):
+    """A sequence gave way; what it had computed is lost."""
+
+    seq_id: int
+    for_seq_id: int  # may be itself: it ranks last
+    num_tokens: int  # computed by earlier steps
+
+
+class BlockState(NamedTuple):
+    """A block that is held or has a name."""
+
+    block_id: int
+    ref_count: int
+    is_free: bool
+    hash: int | None = None
+    serial: int = 0
+    parent: int = 0
+    token_ids: bytes = b""  # int32, of one that has a name
+
+
+class PrefixHit(Tagged, frozen=True):  # from here on: cached blocks (M5)
+    """The prefix cache had these tokens of a sequence that was admitted."""
+
+    seq_id: int
+    num_tokens: int
+
+
+class BlockAdopted(Tagged, frozen=True):
+    """A sequence began with a cached block, which was free or has other holders."""
+
+    block_id: int
+    seq_id: int
+    ref_count: int  # with it
+
+
+class BlockCached(Tagged, frozen=True):
+    """A full block got a name, so that others find it."""
+
+    block_id: int
+    seq_id: int  # whose tokens it holds,
+    place: int  # and which block of them
+    hash: int
+    serial: int  # the number of this publication: each gets a new one (`PrefixCache`)
+    parent: int  # the serial of the block before it
+
+
+class BlockEvicted(Tagged, frozen=True):
+    """A block lost its name."""
+
+    block_id: int
+    hash: int
+
+
+class BlockPassed(Tagged, frozen=True):  # blocks behind a sliding window
+    """A sequence gave back a block that lies behind its window."""
+
+    seq_id: int
+    place: int  # which block of it
+    block_id: int
+    ref_count: int  # holders that are left
+
+
+class GivenUp(Tagged, frozen=True):  # from here on: electives; a grammar is X1's
+    """The engine is about to end a sequence, whose answer cannot get its form any more. `Aborted` follows."""
+
+    seq_id: int
+
+
+class DraftsVerified(Tagged, frozen=True):  # X3
+    """A step verified a draft of the next tokens of a sequence."""
+
+    seq_id: int
+    num_draft_tokens: int
+    num_accepted: int  # the first so many; one token more was sampled
+
+
+class TableCut(Tagged, frozen=True):
+    """A sequence gave back its last block, which was reserved for draft tokens that were rejected."""
+
+    seq_id: int
+    block_id: int
+
+
+class ExpertsAsked(Tagged, frozen=True):  # X4
+    """How often each expert was asked by all steps so far. Said at first and before the end of each step, on request only.
+
+    The engine waits for the device to know it. With overlap, that is for the step after this one, which counts here too.
+    """
+
+    counts: SequenceOf[SequenceOf[int]]  # [L][E]
+
+
+class SnapshotCached(Tagged, frozen=True):  # X5
+    """A snapshot of a sequence's state got its block, so that others find it."""
+
+    snapshot: int  # as a recording's scheduled sequence has it (`apps/inspector/lines.py`)
+    num_tokens: int  # that are in the state
+    serial: int  # of the block at whose end it was taken
+
+
+class SnapshotEvicted(Tagged, frozen=True):
+    """A block lost its snapshot."""
+
+    snapshot: int
+    num_tokens: int
+
+
+class BlocksMoved(Tagged, frozen=True):  # X7
+    """K/V of blocks left the device for another memory, came back, or was lost there."""
+
+    what: str  # "offloaded", "loaded" or "lost"
+    place: str  # where to, or where from, or where it was: "host", "disk", "device", "peer"
+    num_blocks: int
+    num_bytes: int
+    seq_id: int  # for which sequence it came; -1: for none
+
+
 Event = (
-    RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
-    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockCached | BlockEvicted | BlockPassed | TableFreed
-    | TableCut | SnapshotCached | SnapshotEvicted | DraftsVerified | BlocksMoved | GivenUp | Snapshot
+    RequestAdded | Refused | Admitted | Finished | Aborted | StepBegan | StepEnded | Snapshot
+    | BlockClaimed | BlockFreed | BlockTaken | TableFreed | Preempted | PrefixHit | BlockAdopted | BlockCached | BlockEvicted | BlockPassed
+    | GivenUp | DraftsVerified | TableCut | ExpertsAsked | SnapshotCached | SnapshotEvicted | BlocksMoved
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]

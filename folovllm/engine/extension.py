@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from folovllm.plugins import COMMANDS, CONNECTORS, EXTENSIONS, is_installed, named, require
+from folovllm.plugins import COMMANDS, CONNECTORS, EXTENSIONS, is_installed, load_elective, named
 
 if TYPE_CHECKING:
     import typer
@@ -80,7 +80,7 @@ def asked_for(table: dict[str, tuple[str, Callable[[Any], bool]]], setup: Engine
     asked = {name: place for name, (place, asks) in table.items() if asks(setup.config)}
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
-    return require(*asked.values(), *asked) if asked else None
+    return load_elective(*asked.values(), *asked) if asked else None
 
 
 def connected(setup: EngineSetup, scheduler: Scheduler, executor: Executor) -> SchedulerLike:

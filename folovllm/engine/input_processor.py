@@ -49,8 +49,8 @@ class InputProcessor:
         self.check_amounts(params)
         token_ids = self._tokenize(parts, params)
         self._validate(token_ids, params)
-        has_runs = params.bad_words or params.allowed_token_ids is not None
-        room = self._setup.max_model_len - len(token_ids) + params.prompt_only
+        has_runs = params.bad_words or params.allowed_token_ids is not None  # then it checks that some may be sampled
+        room = self._setup.max_model_len - len(token_ids) + params.prompt_only  # its one token is not computed
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -72,7 +72,7 @@ class InputProcessor:
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
         if not params.detokenize:
             return NoText()
-        make = make_stream_detokenizer if self._setup.config.packed_steps else make_detokenizer
+        make = make_stream_detokenizer if self._setup.config.packed_steps else make_detokenizer  # M6: a faster one
         detokenizer = make(self._tokenizer, params)
         if (params.logprobs, params.prompt_logprobs) != (None, None):
             detokenizer.spelling = self._spelling

@@ -12,10 +12,10 @@ from folovllm.engine.inputs import Prompt, PromptRequest, as_requests
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.long_prompts import encode_within
 from folovllm.engine.prompt_forms import TokensPrompt
-from folovllm.engine.require import also_takes
+from folovllm.engine.require import takes_vllm_arguments
 from folovllm.models.generation_defaults import generation_defaults
 from folovllm.outputs import RequestOutput
-from folovllm.plugins import CALLS, require
+from folovllm.plugins import CALLS, load_elective
 from folovllm.sampling_params import SamplingParams
 
 
@@ -57,7 +57,7 @@ class LLMCalls:
         """A call that an elective owns: a function of the engine in `folovllm.plugins.CALLS`, such as `update_weights` or `sleep`."""
         if name not in CALLS:
             raise AttributeError(f"LLM has no {name!r}")
-        function = require(CALLS[name], name)
+        function = load_elective(CALLS[name], name)
 
         @wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
@@ -66,7 +66,7 @@ class LLMCalls:
 
         return call
 
-    @also_takes("request")
+    @takes_vllm_arguments("request")
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],

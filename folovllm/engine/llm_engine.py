@@ -20,15 +20,15 @@ from folovllm.engine.event_stream import Events
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.output_processor import RequestState
-from folovllm.engine.require import also_takes
+from folovllm.engine.require import takes_vllm_arguments
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
-from folovllm.engine.snapshot import added
+from folovllm.engine.snapshot import request_added
 from folovllm.executor.abstract import Executor
 from folovllm.learn import builders
 from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput
-from folovllm.plugins import STRUCTURED_OUTPUT, require
+from folovllm.plugins import STRUCTURED_OUTPUT, load_elective
 from folovllm.request import Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -50,13 +50,12 @@ class LLMEngine(EngineCalls):
         self.setup = set_up(config)
         self.num_threads = use_threads(self.setup)
         self.tokenizer = load_tokenizer(self.setup.path, config)
-        self._processor = InputProcessor(
-            self.setup, self.tokenizer
-        )  # before the weights: it reads files, which may be damaged
-        self.extension = build.make_extension(self.setup)
+        # Before the weights: it reads files, which may be damaged.
+        self._processor = InputProcessor(self.setup, self.tokenizer)
+        self.extension = build.make_extension(self.setup)  # None at M1
         executor = build.make_executor(self.setup, self.extension)
         self.core = build.make_core(self.setup, self.extension, executor)
-        self.loop = build.make_loop(self.core, config)
+        self.loop = build.make_loop(self.core, config)  # M1 to M5: the core itself
         self._is_closed = False
         self._lock = threading.Lock()  # of the one call that has the engine
         self.refusal = ""  # why no request is taken for a while, if so
@@ -81,7 +80,7 @@ class LLMEngine(EngineCalls):
         """Make the engine, by vLLM's name."""
         return make_engine(engine_args)
 
-    @also_takes("request")
+    @takes_vllm_arguments("request")
     def add_request(
         self,
         request_id: str,
@@ -114,18 +113,18 @@ class LLMEngine(EngineCalls):
         self.require_open()
         if self.refusal:
             raise ValueError(self.refusal)
-        if request_id in self.core.output.requests:
+        if request_id in self.core.output_processor.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
 
     def _add(self, seqs: list[Sequence], kind: RequestOutputKind) -> None:
         if seqs[0].params.structured_outputs is not None:
-            require(STRUCTURED_OUTPUT, "structured_outputs").add_grammar(self, seqs)
+            load_elective(STRUCTURED_OUTPUT, "structured_outputs").add_grammar(self, seqs)
         request_id = seqs[0].request_id
         state = RequestState(request_id, seqs, kind, time.monotonic())
         if self.events.on:
-            for event in [added(seq, state.metrics.arrival_time) for seq in seqs]:
+            for event in [request_added(seq, state.metrics.arrival_time) for seq in seqs]:
                 self.events.emit(event)
-        self.core.output.requests[request_id] = state
+        self.core.output_processor.requests[request_id] = state
         try:
             for seq in seqs:
                 self.scheduler.add(seq)
@@ -164,7 +163,7 @@ class LLMEngine(EngineCalls):
             return
         with self.one_call():
             self._is_closed = True
-            self.core.end(list(self.core.output.requests))
+            self.core.end(list(self.core.output_processor.requests))
             if (connector := getattr(self.scheduler, "connector", None)) is not None:
                 connector.close()
             self.executor.shutdown()

@@ -110,7 +110,7 @@ class Answer:
     """One answer of a request, and how much of it was reported.
 
     Attributes:
-        token_ids, num_tokens: all so far. new_token_ids: those that were not reported. num_chars: characters that were.
+        token_ids, num_tokens: all so far. new_token_ids: those not reported yet. num_chars: characters that were reported.
         has_news: whether tokens, or the end, were not reported. has_ended: whether it ended.
     """
 
@@ -130,7 +130,7 @@ class Answer:
 
     def report(self, deltas_alone: bool) -> CompletionOutput:
         """The answer as it is, or with `deltas_alone` what is new in it."""
-        seq, (old_chars, new) = self.seq, self.take_news()
+        old_chars, new, seq = *self.take_news(), self.seq  # this moves `num_chars`
         first_char, first_token = (old_chars, self.num_tokens - len(new)) if deltas_alone else (0, 0)
         has_logprobs = seq.params.logprobs is not None
         return CompletionOutput(
@@ -157,7 +157,7 @@ class Answer:
 
 
 def num_visible_chars(seq: Sequence) -> int:
-    """How many characters of the text are final. The last ones of a growing answer may turn out to begin a stop string."""
+    """Decode; return how many characters are final: the last may begin a stop string. Call it once after the end: it drops the end token."""
     detokenizer = seq.detokenizer
     if seq.status.is_finished:
         if ended_by_token(seq) and not seq.params.include_stop_str_in_output:

@@ -38,7 +38,7 @@ class OverlappedEngine:
             if core.events.on:
                 core.events.drain()
         idle = self._in_flight is None and core.num_steps == before and not self.scheduler.has_preempted
-        if idle and core.output.requests:
+        if idle and core.output_processor.requests:
             raise NothingScheduled
         return outputs
 
@@ -64,7 +64,7 @@ class OverlappedEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests are being served."""
-        return bool(self.core.output.requests)
+        return bool(self.core.output_processor.requests)
 
     def _collect(self) -> list[RequestOutput]:
         """Wait for the step in flight, if there is one, and hand its tokens to their sequences."""

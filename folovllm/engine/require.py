@@ -67,7 +67,7 @@ def check_fields(kind: type, values: Mapping[str, Any], limits: Mapping[str, Lim
             require(fits, f"{own.name} must be {limit.works} ({says}), not {value!r}")
 
 
-def also_takes(table: str) -> Callable[[T], T]:
+def takes_vllm_arguments(table: str) -> Callable[[T], T]:
     """Decorate a function or a class to take the arguments of a table of `vllm_arguments`, too: a ValueError if one changes something."""
 
     def decorate(target: T) -> T:

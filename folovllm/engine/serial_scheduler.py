@@ -18,7 +18,7 @@ from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 class SerialScheduler:
     """One request at a time, first come, first served: the whole prompt in one step, then a token a step."""
 
-    kv = None
+    kv = None  # no cache manager: each sequence's cache grows by itself
 
     def __init__(self, events: Events | None = None) -> None:
         self.events = Events() if events is None else events
@@ -52,8 +52,8 @@ class SerialScheduler:
         output = SchedulerOutput(tuple(map(self._scheduled, self.running)))
         if self.events.on and output.scheduled_seqs:
             if self.waiting:
-                self.events.emit(Refused(self.waiting[0].seq_id, "sequences"))
-            self.events.emit(StepBegan(self._num_steps, start_time, time.monotonic(), output, 0))
+                self.events.emit(Refused(self.waiting[0].seq_id, budget="sequences"))
+            self.events.emit(StepBegan(self._num_steps, start_time, time.monotonic(), output, budget_left=0))
         self._num_steps += len(output.scheduled_seqs)
         return output
 

@@ -24,7 +24,7 @@ def snapshot(
         blocks=() if kv is None else tuple(kv.block_states()),
         sequences=tuple(
             SequenceState(
-                added=added(seq, request.metrics.arrival_time),
+                added=request_added(seq, request.metrics.arrival_time),
                 is_running=seq.status is SequenceStatus.RUNNING,
                 num_tokens=seq.num_tokens,
                 num_computed_tokens=seq.num_computed_tokens,
@@ -38,7 +38,7 @@ def snapshot(
     )
 
 
-def added(seq: Sequence, time: float) -> RequestAdded:
+def request_added(seq: Sequence, time: float) -> RequestAdded:
     """The arrival of a sequence."""
     asked = seq.request
     return RequestAdded(

@@ -1,6 +1,6 @@
 """The arguments that vLLM, nano-vLLM or the texts behind this course know beside ours.
 
-Such an argument is taken where it changes nothing, and refused with a sentence elsewhere (`require.also_takes`). This is imported
+Such an argument is taken where it changes nothing, and refused with a sentence elsewhere (`require.takes_vllm_arguments`). This is imported
 when somebody passes one. A name that none of them knows is Python's own TypeError.
 """
 

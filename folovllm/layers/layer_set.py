@@ -24,11 +24,11 @@ class LayerSet:
     The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them.
 
     Attributes:
-        quantized: each layer's linear method by its name, of a quantized checkpoint. prefix: what is being built.
-        kernels: layers should be kernels where there are some, and read nothing on the host: a step may be captured.
-        counters: int64 tensors by name in which the model counts as it runs (`ModelRunner.clear_counters`).
-        most_samples: tokens that a step may sample of one sequence. With more than 1 it may go on from any of its new tokens
-            but the first: the next step's `seq_lens` say from which.
+        quantized: X2: each layer's linear method by its name, of a quantized checkpoint. prefix: what is being built.
+        kernels: M6: layers should be kernels where there are some, and read nothing on the host: a step may be captured.
+        counters: X4: int64 tensors by name in which the model counts as it runs (`ModelRunner.clear_counters`).
+        most_samples: X3, X5: tokens that a step may sample of one sequence. With more than 1 the next step may go on from any of
+            its new tokens but the first: that step's `seq_lens` say from which.
     """
 
     replacements: Replacements = field(default_factory=dict)

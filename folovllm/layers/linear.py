@@ -36,10 +36,10 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + b, [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one."""
+        """x W^T + b, [T, inputs] -> [T, outputs]; where there is a `residual`, added to it, and it may be written over (M4, M6)."""
 
     def apply(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b, [T, inputs] -> [T, outputs], by the fastest way there is."""
+        """x W^T + b, [T, inputs] -> [T, outputs]: what `forward` calls. A subclass may take a faster kernel than `product`."""
         return self.product(layer, x)
 
 

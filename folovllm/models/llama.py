@@ -120,7 +120,7 @@ class LlamaDecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Two [T, H] -> two [T, H]; `residual` is None where nothing has yet to be added, as in the first layer."""
+        """Two [T, H] -> two [T, H]; `residual` None: nothing waits to be added (first layer; M6's fused layers add at once)."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
@@ -168,7 +168,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The model with its head. A family is a subclass that names another attention class."""
+    """The model with its head. A family is a subclass that names another attention class. From `renamed` on M1 leaves all as it is."""
 
     attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
     packed_modules_mapping: Mapping[str, Sequence[str]] = {  # our module: the checkpoint's, in the order of its rows
@@ -206,13 +206,13 @@ class LlamaForCausalLM(nn.Module):
         return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices], out)
 
     def local_name(self, name: str) -> str | None:
-        """What a tensor of the checkpoint is called here; None if it is another rank's."""
+        """What a tensor of the checkpoint is called here: in M1 the same. None if it is another rank's (M6)."""
         for theirs, ours in self.renamed.items():
             name = name.replace(theirs, ours)
         return name
 
     def local_tensors(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-        """What a tensor of the checkpoint holds for this rank, by our names: views of it. A family may have several in one."""
+        """What a tensor of the checkpoint holds for this rank, by our names: views of it. In an elective's family it may hold several."""
         named = self.local_name(name)
         return [] if named is None else [(named, tensor)]
 

@@ -66,7 +66,7 @@ def load_model(
     """
     places = checkpoint_places(model)
     linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
-    part = None
+    part = None  # as at M1; M6: a rank's shard, X5: another order
     if (shard := shard or model.reorder) is not None:
         from folovllm.models.extra_tensors import part_of
 
@@ -87,7 +87,7 @@ def load_model(
             with reading(source, name):
                 copy_weight(name, tensor, places)
             progress.update()
-    if places:
+    if places:  # `copy_weight` has crossed off the others
         raise ValueError(f"{source} lacks {some_of(map(model.checkpoint_name, places))}")
     if extra:
         from folovllm.models.extra_tensors import load_extra
@@ -187,7 +187,7 @@ def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None
     """Raise ValueError if a weight's numbers are not what its linear method stores. Masks are allowed."""
     module, _, kind = name.rpartition(".")
     wanted = linear_methods.get(module, PLAIN).stored(kind)
-    if dtype in wanted or (wanted == FLOATS and not name.endswith(IN_FLOATS)):
+    if dtype in wanted or (wanted == FLOATS and not name.endswith(IN_FLOATS)):  # what has no such name is a mask
         return
     said, *names = torch_names([dtype, *wanted])
     if wanted == FLOATS:
@@ -220,7 +220,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def read_tensors(
-    path: Path, linear_methods: LinearMethods, shard: Shard | None, local_tensors: Callable[..., Tensors]
+    path: Path, linear_methods: LinearMethods, part: Shard | None, local_tensors: Callable[..., Tensors]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file. `local_tensors` says what the model calls it."""
     for file in checkpoint_files(path):
@@ -230,4 +230,4 @@ def read_tensors(
                     dtype = handle.get_slice(stored_name).get_dtype()
                     for name, tensor in local_tensors(stored_name, handle.get_tensor(stored_name)):
                         require_stored(name, dtype, linear_methods)
-                        yield name, tensor if shard is None else shard(name, tensor)
+                        yield name, tensor if part is None else part(name, tensor)

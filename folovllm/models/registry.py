@@ -13,7 +13,7 @@ import torch
 from folovllm.config import EngineConfig
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.model_config import UnsupportedModel, hidden_act_of, num_experts_of
-from folovllm.plugins import EXPERTS, MODELS, QUANTIZATION, require
+from folovllm.plugins import EXPERTS, MODELS, QUANTIZATION, load_elective
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,7 +38,7 @@ def quantization_hook(hf_config: PretrainedConfig, config: EngineConfig | None =
     in_config = config is not None and "quantization" in config.extras
     if not in_config and getattr(hf_config, "quantization_config", None) is None:
         return None
-    found: Quantization = require(QUANTIZATION, "a quantized model (`quantization_config`)")()
+    found: Quantization = load_elective(QUANTIZATION, "a quantized model (`quantization_config`)")()
     return found
 
 
@@ -58,9 +58,9 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     if name in ARCHITECTURES:
         found = getattr(import_module(ARCHITECTURES[name]), name)
     else:
-        found = require(f"{MODELS[name]}:{name}", f"a model of architecture {name}")
+        found = load_elective(f"{MODELS[name]}:{name}", f"a model of architecture {name}")
     if found.takes_experts and num_experts_of(hf_config):
-        found = require(EXPERTS, f"a model of architecture {name} with experts").with_experts(found)
+        found = load_elective(EXPERTS, f"a model of architecture {name} with experts").with_experts(found)
     return found
 
 

@@ -16,7 +16,7 @@ from folovllm.models.loader import Tensors, built, checkpoint_places, load_model
 from folovllm.models.model_config import head_dim_of
 from folovllm.models.random_weights import init_random_weights
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
-from folovllm.plugins import EXPERTS, require
+from folovllm.plugins import EXPERTS, load_elective
 
 
 def load_sharded_model(
@@ -37,7 +37,7 @@ def load_sharded_model(
     if (of_family := get_model_class(setup.hf_config).shard) is not None:  # `usual` cuts what all families have
         shard = partial(of_family, setup.hf_config, rank=group.rank, size=group.size, usual=shard)
     if expert_parallel:
-        shard = partial(require(EXPERTS, "enable_expert_parallel").keep_experts_whole, shard=shard)
+        shard = partial(load_elective(EXPERTS, "enable_expert_parallel").keep_experts_whole, shard=shard)
     part = sharded(layers, group, setup.vocab_size)
     model = into or built(setup, config, part)
     if setup.config.random_weights and weights is None:

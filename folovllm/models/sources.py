@@ -7,7 +7,7 @@ import textwrap
 from difflib import get_close_matches
 from pathlib import Path
 
-from folovllm.plugins import DOWNLOADS, FILE_FORMATS, require
+from folovllm.plugins import DOWNLOADS, FILE_FORMATS, load_elective
 
 BY_NAME = ("stories-5m", "stories-moe", "stories-hybrid", *DOWNLOADS)  # the hub has none of them
 
@@ -17,9 +17,9 @@ def fetch(name: str) -> Path:
     path = Path(os.path.expanduser(name))
     found: Path
     if name in DOWNLOADS:
-        found = require(DOWNLOADS[name], f"the model {name}")(name)
+        found = load_elective(DOWNLOADS[name], f"the model {name}")(name)
     elif path.suffix in FILE_FORMATS and os.path.isfile(path):
-        found = require(FILE_FORMATS[path.suffix], f"the model {path}")(path)
+        found = load_elective(FILE_FORMATS[path.suffix], f"the model {path}")(path)
     else:
         found = from_hub(name)
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-_MASK = 0xFFFFFFFF
+_MASK = 0xFFFFFFFF  # keeps the low 32 bits; what a negative int64 has above them is cut off, too
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
@@ -21,9 +21,9 @@ def philox_4x32_10(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list
     k0, k1 = key
     for _ in range(10):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # 64-bit products; wrapping keeps all their bits
-        c0, c1 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK
-        c2, c3 = (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = k0 + _WEYL[0] & _MASK, k1 + _WEYL[1] & _MASK
+        c0, c1 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK
+        c2, c3 = ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return [c0, c1, c2, c3]
 
 
@@ -39,7 +39,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first
     seeds, positions = seeds[:, None], positions[:, None]
     zero = torch.zeros_like(block)
     # The first mask is for torch.compile only: without it its code multiplies in 32 bits.
-    words = philox_4x32_10([block & _MASK, positions, zero, zero], [seeds & _MASK, seeds >> 32 & _MASK])
+    words = philox_4x32_10([block & _MASK, positions, zero, zero], [seeds & _MASK, (seeds >> 32) & _MASK])
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [S, V]
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 

@@ -13,7 +13,7 @@ from folovllm.step.schedule import Extras, SamplingSpec
 
 
 class SamplingRows:
-    """The `SamplingSpec` of every row, and a `SamplerState`, made when a row first changes its logits."""
+    """The `SamplingSpec` of every row; and M6's `SamplerState`, made when a row first has penalties, `min_tokens` or other rules for logits."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler) -> None:
         self._num_rows, self._vocab_size, self._device, self._sampler = num_rows, vocab_size, device, sampler
@@ -23,6 +23,7 @@ class SamplingRows:
     def set(self, new: Mapping[int, SamplingSpec]) -> None:
         """Replace the sampling state of the rows in `new`."""
         self._specs.update(new)
+        # A first reading may skip the state: `SamplerState.adjust` shows the order of its rules.
         if self._state is None and any(spec.adjusts_logits for spec in new.values()):
             self._state = SamplerState(self._num_rows, self._vocab_size, self._device, use_kernels=False)
         if self._state is not None and new:

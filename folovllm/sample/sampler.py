@@ -1,4 +1,4 @@
-"""Sampling of the next token of every row: penalties, temperature, filters, noise, argmax."""
+"""Sampling of the next token of every row: temperature, filters, noise, argmax. Penalties are `SamplerState.adjust`, of M6."""
 
 from __future__ import annotations
 

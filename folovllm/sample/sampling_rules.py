@@ -7,8 +7,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from folovllm.engine.require import is_whole, require
-from folovllm.plugins import STRUCTURED_PARAMS
-from folovllm.plugins import require as required
+from folovllm.plugins import STRUCTURED_PARAMS, load_elective
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -21,17 +20,16 @@ def take_rules(params: Any) -> None:
         if getattr(params, name) is None:
             setattr(params, name, [])
     if params.structured_outputs is not None:
-        params.structured_outputs = required(STRUCTURED_PARAMS, "structured_outputs")(params.structured_outputs)
+        params.structured_outputs = load_elective(STRUCTURED_PARAMS, "structured_outputs")(params.structured_outputs)
     _check_kinds(params)
     params.logit_bias = _bias(params.logit_bias) if params.logit_bias else None
-    has_bad_text = any(REPLACEMENT in stop for stop in params.stop)
+    has_bad_text, none_allowed = any(REPLACEMENT in stop for stop in params.stop), params.allowed_token_ids == []
     rules = {
         "truncate_prompt_tokens must be at least 1, or -1 (what fits), not 0": params.truncate_prompt_tokens != 0,
         "a stop string must not be empty": all(params.stop),
         f"a stop string must not hold {REPLACEMENT!r}: it stands for bytes that are no text": not has_bad_text,
         "stop strings are found in text: leave detokenize at True": not params.stop or params.detokenize,
-        "allowed_token_ids must not be empty, or nothing could be sampled: leave it out": params.allowed_token_ids
-        != [],
+        "allowed_token_ids must not be empty, or nothing could be sampled: leave it out": not none_allowed,
         "a bad word must not be empty": all(word.strip() for word in params.bad_words),
     }
     for sentence, holds in rules.items():

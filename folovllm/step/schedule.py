@@ -15,7 +15,7 @@ Int32 = npt.NDArray[np.int32]
 TokenIds = Int32
 # (token id, log-probability, rank): the sampled one first, then the most likely
 Logprobs = list[tuple[int, float, int]]
-# What only some steps carry, by owner: matrices of int32 numbers [n, k] whose first column is an index of a scheduled sequence.
+# What only some steps carry, by owner ("masks" of grammars, states, drafts): int32 [n, k]; its first column is an index of a scheduled sequence.
 Extras = Mapping[str, Int32]
 
 
@@ -33,7 +33,7 @@ def no_tokens() -> TokenIds:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SamplingSpec:
-    """How to sample the tokens of one sequence, sent once, in its first step in a row. `ScheduledSequence.end` is the position."""
+    """How to sample a sequence's tokens: sent once, in its first step in this row of the batch. Positions are `ScheduledSequence.end`."""
 
     seed: int = 0
     temperature: float = 1.0  # 0 is greedy
@@ -44,8 +44,8 @@ class SamplingSpec:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None  # how many of the most likely tokens to report
-    first_end: int = 0  # the first position at which a token of `forbidden` may be sampled (`min_tokens`)
-    forbidden: tuple[int, ...] = ()  # tokens that would end the answer
+    first_end: int = 0  # from this position on a token of `forbidden` may be sampled (`min_tokens`)
+    forbidden: tuple[int, ...] = ()  # tokens that end the answer: forbidden before `first_end`, allowed from there on
     num_prompt_tokens: int = 0
     history: TokenIds = field(default_factory=no_tokens)  # tokens so far, if penalties or bad words need them
     allowed: tuple[int, ...] | None = None  # the only tokens that may be sampled; None: all
@@ -65,7 +65,7 @@ class SamplingSpec:
 
     @property
     def has_words(self) -> bool:
-        """Whether the request forbids tokens or changes their logits, other than by a grammar."""
+        """Whether the request itself changes logits or forbids tokens: `adjusts_logits` without the grammar."""
         rules = self.forbidden, self.allowed is not None, self.bad_words, self.bias
         return self.has_penalties or any(map(bool, rules))
 
@@ -83,11 +83,11 @@ class ScheduledSequence(NamedTuple):
     start: int
     end: int  # tokens in the cache after the step, and the position of the token to sample
     token_ids: TokenIds  # [num_new_tokens] int32, a view; empty if the one token is still on the device
-    new_blocks: tuple[int, ...]  # the end of its block table: the entries that no earlier step has sent
-    first_new_block: int  # index in the table of the first new block
+    new_blocks: tuple[int, ...]  # M2: the end of its block table: the entries that no earlier step has sent
+    first_new_block: int  # M2: index in the table of the first new block
     num_samples: int  # tokens to sample in this step; 0 in the middle of a prompt
-    sampling: SamplingSpec | None  # in the sequence's first step in this row
-    scores: Scores | None = None
+    sampling: SamplingSpec | None  # in the sequence's first step in this row; then None
+    scores: Scores | None = None  # prompt tokens to report log-probabilities of (`prompt_logprobs`); None: none
 
     @property
     def num_new_tokens(self) -> int:
@@ -104,7 +104,7 @@ class SchedulerOutput:
 
     scheduled_seqs: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[int, ...] = ()  # `seq_id`s of sequences whose cache this step took
-    extras: Extras | None = None  # most steps have none, and cost nothing more
+    extras: Extras | None = None  # most steps have none, and cost nothing more; M1's only with a grammar
 
     @property
     def num_tokens(self) -> int:
@@ -133,8 +133,8 @@ def one_each(
 ) -> StepResult:
     """Return the result of a step that sampled a token for every row [S], dropped in the middle of a prompt. `scores`: by index."""
     sampled = [[token] if each.num_samples else [] for each, token in zip(scheduled_seqs, token_ids, strict=True)]
-    asked = scores or {}
+    logprobs_of = scores or {}
     for i, row in enumerate(logprobs):
         if row is not None and scheduled_seqs[i].num_samples:
-            asked.setdefault(i, []).append(row)
-    return StepResult(sampled, asked)
+            logprobs_of.setdefault(i, []).append(row)
+    return StepResult(sampled, logprobs_of)

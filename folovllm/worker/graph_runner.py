@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.plugins import CALIBRATION, require
+from folovllm.plugins import CALIBRATION, load_elective
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs, score
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step.bitmasks import TokenBitmasks
@@ -175,7 +175,7 @@ class GraphRunner:
         """
         setup = self._setup
         if setup.config.extras.get("calculate_kv_scales"):
-            require(CALIBRATION, "calculate_kv_scales")(self._runner)
+            load_elective(CALIBRATION, "calculate_kv_scales")(self._runner)
         self._runner.warmup_model()
         self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
         self.compile_kernels()

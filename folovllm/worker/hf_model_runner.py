@@ -82,7 +82,7 @@ class HFModelRunner:
         scores = {}
         if scheduled.scores is None:
             logits = self._logits(input_ids, 1)[:, -1]  # [1, V]
-        else:
+        else:  # the same tokens in pieces: the logits of a whole prompt would be large
             logits, scores[0] = score_in_pieces(self._logits, input_ids, scheduled.scores, self._setup.vocab_size)
         sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], extras=output.extras)
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)

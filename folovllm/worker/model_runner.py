@@ -16,7 +16,7 @@ from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import Tensors
 from folovllm.models.model_config import num_linear_of
-from folovllm.plugins import CALIBRATION, STATE_POOL, require
+from folovllm.plugins import CALIBRATION, STATE_POOL, load_elective
 from folovllm.sample.logprobs import score_prompts
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
@@ -57,7 +57,7 @@ class ModelRunner:
         self.model = self._load()
         self.states: StepHook | None = None  # of a model with linear attention
         if num_linear_of(self._setup.hf_config):
-            self.states = require(STATE_POOL, "linear attention")(
+            self.states = load_elective(STATE_POOL, "linear attention")(
                 self._setup, self.model, free_memory(self._setup.device)
             )
         self.bind_backends()
@@ -94,7 +94,7 @@ class ModelRunner:
     def fit_kv_cache(self, captured: float = 0.0) -> int:
         """Find out how many blocks fit, and allocate them; returns their number. `captured`: see `num_blocks_that_fit`."""
         if self._setup.config.extras.get("calculate_kv_scales"):
-            require(CALIBRATION, "calculate_kv_scales")(self)
+            load_elective(CALIBRATION, "calculate_kv_scales")(self)
         memory = 0 if self.states is None else self.states.num_bytes, self.more_kv_bytes()
         num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured, *memory)
         self.allocate_kv_cache(num_blocks)

@@ -11,7 +11,7 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.model_config import num_linear_of
-from folovllm.plugins import STATE_POOL, require
+from folovllm.plugins import STATE_POOL, load_elective
 from folovllm.sample.logprobs import score_hidden
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
@@ -35,9 +35,9 @@ class SerialModelRunner:
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache, and layers with a state one slot. Returns 0: there are no blocks."""
         if num_linear_of(self._setup.hf_config):
-            from folovllm.worker.kv_memory import free_memory  # here, for few models have such layers
+            from folovllm.worker.kv_memory import free_memory  # X5; here, for few models have such layers
 
-            require(STATE_POOL, "linear attention")(self._setup, self.model, free_memory(self._setup.device))
+            load_elective(STATE_POOL, "linear attention")(self._setup, self.model, free_memory(self._setup.device))
         backend = TorchCatBackend(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()

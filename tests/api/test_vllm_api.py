@@ -69,7 +69,7 @@ class TestPrompts:
 
     def test_a_salt_in_the_prompt(self, llm: LLM) -> None:
         llm.engine.add_request("r", {"prompt": "Hello", "cache_salt": "mine"}, GREEDY)
-        assert llm.engine.core.output.requests["r"].seqs[0].request.cache_salt == "mine"
+        assert llm.engine.core.output_processor.requests["r"].seqs[0].request.cache_salt == "mine"
         llm.engine.abort_request("r")
 
     @pytest.mark.m2

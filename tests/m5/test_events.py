@@ -77,7 +77,7 @@ class World:
 
     def turn(self) -> None:
         """Perhaps a request comes, perhaps one is aborted, perhaps the prefixes are forgotten; then a step."""
-        alive = list(self.engine.core.output.requests)
+        alive = list(self.engine.core.output_processor.requests)
         if self.die.random() < 0.5 or not alive:
             self.add()
         if alive and self.die.random() < 0.08:
@@ -143,7 +143,7 @@ def test_the_watcher_says_what_the_parts_say(engines: dict[str, LLMEngine], mile
                 world.engine.subscribe(world.watcher)
                 world.compare()
     finally:
-        world.engine.abort_request(list(world.engine.core.output.requests))
+        world.engine.abort_request(list(world.engine.core.output_processor.requests))
         world.engine.step()  # takes in what is in flight
         world.compare()
         for listener, _ in [*world.engine.events._listeners]:
@@ -299,7 +299,7 @@ def test_the_log_of_steps_knows_whose_a_share_is_and_forgets_who_has_gone(milest
         world.turn()
     ended = [event for event in world.seen if isinstance(event, ev.StepEnded)]
     assert [len(step.scheduled_seqs) for step in log.steps] == [len(event.output.scheduled_seqs) for event in ended]
-    world.engine.abort_request(list(world.engine.core.output.requests))
+    world.engine.abort_request(list(world.engine.core.output_processor.requests))
     world.engine.step()
     world.add()
     world.engine.step()

@@ -145,6 +145,6 @@ class TestWhichOne:
         for milestone, kind in (("m5", IncrementalDetokenizer), ("m6", StreamDetokenizer)):
             engine = make_engine(tiny_checkpoint(), milestone=milestone, num_kv_blocks=16)
             engine.add_request("r", "Hello", SamplingParams())
-            assert type(engine.core.output.requests["r"].seqs[0].detokenizer) is kind
+            assert type(engine.core.output_processor.requests["r"].seqs[0].detokenizer) is kind
             engine.add_request("s", "Hello", SamplingParams(detokenize=False))
-            assert type(engine.core.output.requests["s"].seqs[0].detokenizer) is NoText
+            assert type(engine.core.output_processor.requests["s"].seqs[0].detokenizer) is NoText

@@ -115,7 +115,7 @@ def serve_and_abort(served: LLMEngine) -> list[RequestOutput]:
     for i, request in enumerate(requests()):
         served.add_request(str(i), request.prompt, request.params)
     for step in range(500):
-        if (victim := str(3 * step)) in served.core.output.requests:
+        if (victim := str(3 * step)) in served.core.output_processor.requests:
             finished[victim] = served.abort_request(victim)
         finished |= {output.request_id: output for output in served.step()}
         if not served.has_unfinished_requests():

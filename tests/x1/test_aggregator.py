@@ -31,7 +31,7 @@ class Mirror:
 
     def turn(self) -> None:
         world = self.world
-        alive = list(self.engine.core.output.requests)
+        alive = list(self.engine.core.output_processor.requests)
         if world.die.random() < 0.5 or not alive:
             params = SamplingParams(temperature=0, max_tokens=world.die.randint(1, 8), n=world.die.choice((1, 1, 2)))
             prompt = [world.die.choice((1, 1, 2)) for _ in range(world.die.choice((1, 8, 13, 20)))]
@@ -74,7 +74,7 @@ def test_the_digest_is_what_the_engine_would_say(milestone: str) -> None:
             for answer in output.outputs:
                 key = int(id_), answer.index
                 assert (mirror.tokens[key], mirror.ends[key]) == (answer.token_ids, answer.finish_reason)
-        mirror.engine.abort_request(list(mirror.engine.core.output.requests))
+        mirror.engine.abort_request(list(mirror.engine.core.output_processor.requests))
         mirror.engine.step()
         mirror.read()
         assert mirror.step.stats.num_running == mirror.step.stats.num_waiting == mirror.step.stats.kv_blocks_used == 0

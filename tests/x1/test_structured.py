@@ -227,7 +227,7 @@ class TestOthers:
                 if step < 80 and rng.random() < 0.3:
                     params = rng.choice(MIXED)
                     llm.engine.add_request(f"r{step}", INPUTS[rng.randrange(len(INPUTS))], params, stream=False)
-                if rng.random() < 0.04 and llm.engine.core.output.requests:
+                if rng.random() < 0.04 and llm.engine.core.output_processor.requests:
                     gone = [f"r{n}" for n in rng.sample(range(80), 27)]
                     llm.engine.abort_request(gone)
                 done |= {output.request_id: output for output in llm.engine.step()}

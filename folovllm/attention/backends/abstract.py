@@ -29,10 +29,10 @@ class AttentionConfig:
     head_dim: int  # D
     dtype: torch.dtype
     device: torch.device
-    block_size: int | None  # B; None: not chosen yet
+    block_size: int | None  # M2: B; None: not chosen yet
     max_num_seqs: int
     long_prompts: bool = False  # M6: whether long prompts may go to a kernel variant, if the device has one
-    kv_dtype: torch.dtype | None = None  # of the cache; None: `dtype`
+    kv_dtype: torch.dtype | None = None  # X2: of the cache; None: `dtype`
 
     @property
     def scale(self) -> float:
@@ -48,16 +48,16 @@ class AttentionConfig:
 class AttentionBackend(ABC):
     """Writes new K/V to the cache and computes attention over it. One instance serves all layers of a model.
 
-    `forward` reads K/V only from the cache, so a step stores first. A backend with `supports_cuda_graph` reads device tensors and
-    the batch's upper bounds, never the `_host` lists, and waits for no tensor (`.item()`, `.tolist()`).
+    `forward` reads K/V only from the cache, so a step stores first; M1 needs these two methods alone. A backend with
+    `supports_cuda_graph` reads device tensors and the batch's upper bounds, never the `_host` lists, and waits for no tensor (`.item()`).
     """
 
     name: ClassVar[str]
-    supported_block_sizes: ClassVar[tuple[int, ...] | None] = None  # None: any; else multiples of one of these
-    supports_cuda_graph: ClassVar[bool] = False
-    supports_prompt_graph: bool = False  # whether it serves batches that are `is_padded`
-    reads_fp8: ClassVar[bool] = False  # whether `forward` reads an FP8 cache
-    scales: KVScales = UNSCALED  # of an FP8 cache
+    supported_block_sizes: ClassVar[tuple[int, ...] | None] = None  # M2; None: any; else multiples of one of these
+    supports_cuda_graph: ClassVar[bool] = False  # M6
+    supports_prompt_graph: bool = False  # M6: whether it serves batches that are `is_padded`
+    reads_fp8: ClassVar[bool] = False  # X2: whether `forward` reads an FP8 cache
+    scales: KVScales = UNSCALED  # X2: of an FP8 cache
 
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
@@ -68,19 +68,19 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_block_size(cls, block_size: int) -> bool:
-        """Return whether the backend supports blocks of `block_size` tokens: multiples of a supported size."""
+        """M2: return whether the backend supports blocks of `block_size` tokens: multiples of a supported size."""
         sizes = cls.supported_block_sizes
         return sizes is None or any(block_size % size == 0 for size in sizes)
 
     @classmethod
     def supports_graph(cls, device: torch.device) -> bool:
-        """Return whether a step can be captured on `device`. On a CPU any can, since a replay calls its code again."""
+        """M6: return whether a step can be captured on `device`. On a CPU any can, since a replay calls its code again."""
         return cls.supports_cuda_graph or device.type == "cpu"
 
     def of_layer(self, scales: KVScales, window: int | None = None) -> AttentionBackend:
         """Return the backend of a layer whose cache has `scales` and whose tokens see `window` tokens (None: all).
 
-        It is this object, or a copy that shares its plan if the layer has a window or an FP8 cache.
+        It is this object, or a copy that shares its plan if the layer has a window or (X2) an FP8 cache.
         """
         backend = self if window is None else self.sliding(window)
         if not self.config.is_fp8:
@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
         raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepare once a step the data that all layers share. Device work only, so that it can be captured."""
+        """M4: prepare once a step the data that all layers share. Device work only, so that it can be captured."""
 
     @abstractmethod
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -107,5 +107,5 @@ class AttentionBackend(ABC):
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """QK-norm, RoPE, store and attention of disjoint decodes in one kernel, [S, (Hq + 2 Hkv) D] -> [S, Hq, D]; None without one."""
+        """M6: QK-norm, RoPE, store and attention of disjoint decodes in one kernel, [S, (Hq + 2 Hkv) D] -> [S, Hq, D]; None without one."""
         return None

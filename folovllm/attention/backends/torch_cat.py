@@ -1,4 +1,4 @@
-"""Attention of one request at a time over a cache that grows by concatenation, the simplest cache."""
+"""Attention over a cache that grows by concatenation: M1's own backend, which users call "torch_naive" (`engine.setup.NAIVE`)."""
 
 from __future__ import annotations
 

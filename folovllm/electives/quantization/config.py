@@ -27,7 +27,7 @@ from folovllm.models.files import reading
 from folovllm.models.model_config import num_experts_of
 from folovllm.models.quantization import Quantization
 from folovllm.models.shapes import linear_shapes, renamed_by
-from folovllm.plugins import EXPERTS, require
+from folovllm.plugins import EXPERTS, load_elective
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -291,7 +291,7 @@ def check_ranks(hf_config: PretrainedConfig, part: PretrainedConfig, linear_meth
     """Raise ValueError if ranks cannot share the layers. `part` is the configuration of one rank's part (`local_config`)."""
     whole, parts = (linear_shapes(config) for config in (hf_config, part))
     if num_experts_of(hf_config):
-        shapes_of = require(EXPERTS, "a model with experts").expert_shapes
+        shapes_of = load_elective(EXPERTS, "a model with experts").expert_shapes
         whole, parts = whole | shapes_of(hf_config), parts | shapes_of(part)
     cut = {name: shape for name, shape in parts.items() if shape != whole[name]}
     for i in range(part.num_hidden_layers):

@@ -34,7 +34,7 @@ from folovllm.engine.inputs import Prompt
 from folovllm.engine.long_prompts import encode_within
 from folovllm.models.files import full_tokenizer
 from folovllm.models.generation_defaults import generation_defaults
-from folovllm.plugins import SLEEP_ROUTES, require
+from folovllm.plugins import SLEEP_ROUTES, load_elective
 from folovllm.sampling_params import SamplingParams
 
 Handler = Callable[..., Awaitable[Response]]
@@ -89,7 +89,7 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
         add(FILES, inspector.file, needs_key=False, include_in_schema=False)
         add(f"{PAGE}/events", inspector.events, include_in_schema=False)
     if config.enable_sleep_mode:
-        for path, method, function in require(SLEEP_ROUTES, "enable_sleep_mode"):
+        for path, method, function in load_elective(SLEEP_ROUTES, "enable_sleep_mode"):
             add(path, api.calling(function), method=method, include_in_schema=False)
     app.openapi().setdefault("components", {})["schemas"] = schemas()
     return app

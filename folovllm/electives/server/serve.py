@@ -21,7 +21,7 @@ from folovllm.electives.server.errors import EngineDead
 from folovllm.electives.server.listener import Server, ending_signals, listen
 from folovllm.electives.structured_output.params import GrammarLimits
 from folovllm.engine.setup import choose_device
-from folovllm.plugins import ROLE, require
+from folovllm.plugins import ROLE, load_elective
 
 LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
 LAST_WORDS = 5  # seconds that responses have to reach their readers once the engine is done with them
@@ -77,7 +77,7 @@ async def beside(engine: AsyncEngine, config: ServerConfig) -> AsyncIterator[Non
     if config.role is None:
         yield
         return
-    async with require(ROLE, "--role")(engine, config.role, config.peer, config.peer_seconds) as engine.bring:
+    async with load_elective(ROLE, "--role")(engine, config.role, config.peer, config.peer_seconds) as engine.bring:
         yield
 
 

@@ -7,7 +7,7 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from folovllm.engine.require import also_takes
+from folovllm.engine.require import takes_vllm_arguments
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 LONGEST = 1 << 16  # characters of a description: the engine waits while it is compiled, up to a second
@@ -35,7 +35,7 @@ class GrammarLimits:
     memory: int = 128
 
 
-@also_takes("structured")
+@takes_vllm_arguments("structured")
 @dataclass(slots=True)
 class StructuredOutputsParams:
     """The form of an answer: exactly one of the first five, by vLLM's names.
