@@ -62,6 +62,14 @@ class AttentionBackend(ABC):
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
 
+    @abstractmethod
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Write `key` and `value` [T, Hkv, D] to their slots in `kv_cache` [2, N, B, Hkv, D]; slot -1 is skipped."""
+
+    @abstractmethod
+    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Return causal attention of `query` [T, Hq, D] over each sequence's own cached K/V, [T, Hq, D]."""
+
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
         """Raise `BackendUnavailable` if this backend cannot run: device, dtype, head_dim, block size, package."""
@@ -95,14 +103,6 @@ class AttentionBackend(ABC):
 
     def plan(self, batch: ForwardBatch) -> None:
         """M4: prepare once a step the data that all layers share. Device work only, so that it can be captured."""
-
-    @abstractmethod
-    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write `key` and `value` [T, Hkv, D] to their slots in `kv_cache` [2, N, B, Hkv, D]; slot -1 is skipped."""
-
-    @abstractmethod
-    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Return causal attention of `query` [T, Hq, D] over each sequence's own cached K/V, [T, Hq, D]."""
 
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
