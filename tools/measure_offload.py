@@ -52,6 +52,7 @@ def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
         for i in range(0, len(numbers), copies.room):
             copies.gather(numbers[i : i + copies.room])
             copies.send(numbers[i : i + copies.room])
+        copies.settle()
 
     out = min(seconds_of(leave) for _ in range(5))
     into = min(seconds_of(lambda: copies.load(numbers, numbers)) for _ in range(5))

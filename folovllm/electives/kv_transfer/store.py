@@ -195,7 +195,10 @@ class BlockStore:
 
 
 class GpuCopies:
-    """The copies between a GPU and pinned memory, on two streams: the link carries both ways at once."""
+    """The copies between a GPU and pinned memory, on two streams: the link carries both ways at once.
+
+    A thread sends one buffer after the other. If all waited in the link's queue, the next step's sampled tokens would wait behind them.
+    """
 
     def __init__(self, cache: torch.Tensor, host: torch.Tensor) -> None:
         self._cache, self._host, block_bytes = cache, host, host[0].nbytes
@@ -210,44 +213,53 @@ class GpuCopies:
         shape = 1 + count, self._chunk, *host.shape[1:]
         self._buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)  # the last is for what comes
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
-        self._free: list[tuple[int, Any]] = [(i, None) for i in range(count)]  # buffers, and when each was read last
+        self._came: Any = None  # the event of the last load's end
+        self._sender = ThreadPoolExecutor(1, "kv-send")
+        self._free: list[tuple[int, Future[None] | None]] = [(i, None) for i in range(count)]  # and who still reads each
         self.room = count * self._chunk
         self._gathered: list[tuple[int, int]] = []  # buffers that are not sent yet, and how many blocks are in each
-        self._sent: list[tuple[Any, set[int]]] = []  # slots, and when their blocks are there
+        self._sending: list[tuple[Future[None], set[int]]] = []  # slots, and when their blocks are there
 
     def gather(self, block_ids: list[int]) -> None:
         """Gather blocks, `room` at most, behind the steps so far and before the next. `send` must follow."""
-        steps, ids = torch.cuda.current_stream(), on_device(block_ids, self._cache.device)
+        ids = on_device(block_ids, self._cache.device)
         for part in ids.split(self._chunk):
-            number, was_read = self._free.pop(0)
-            if was_read is not None:
-                steps.wait_event(was_read)
+            number, sending = self._free.pop(0)
+            if sending is not None:
+                sending.result()
             move(self._cache, self._buffers[number, : len(part)], part, to_cache=False)
             self._gathered.append((number, len(part)))
 
     def send(self, slots: list[int]) -> None:
-        """Copy what was gathered to its slots, while the next steps run. What comes has the link first, for somebody waits for it."""
-        self._out.wait_stream(torch.cuda.current_stream())
-        self._out.wait_stream(self._in)
-        self._sent = [pair for pair in self._sent if not pair[0].query()]
+        """Have what was gathered copied to its slots, while the next steps run."""
+        is_gathered = torch.cuda.current_stream().record_event()
+        self._sending = [pair for pair in self._sending if not pair[0].done()]
         for number, count in self._gathered:
             own, slots = slots[:count], slots[count:]
-            with torch.cuda.stream(self._out):
-                for i, j in runs(own):
-                    if own[i] != NOT_KEPT:
-                        self._host[own[i] : own[i] + j - i].copy_(self._buffers[number, i:j], non_blocking=True)
-            event = self._out.record_event()
-            self._free.append((number, event))
-            self._sent.append((event, set(own)))
+            sending = self._sender.submit(self._send_buffer, number, own, is_gathered)
+            self._free.append((number, sending))
+            self._sending.append((sending, set(own)))
         self._gathered.clear()
+
+    @torch.inference_mode()
+    def _send_buffer(self, number: int, slots: list[int], is_gathered: Any) -> None:
+        """Copy a buffer to its slots, and wait for the end. What comes has the link first, for somebody waits for it."""
+        if self._came is not None:
+            self._came.synchronize()
+        with torch.cuda.stream(self._out):
+            self._out.wait_event(is_gathered)
+            for i, j in runs(slots):
+                if slots[i] != NOT_KEPT:
+                    self._host[slots[i] : slots[i] + j - i].copy_(self._buffers[number, i:j], non_blocking=True)
+        self._out.synchronize()
 
     def load(self, slots: list[int], block_ids: list[int]) -> Any:
         """Copy slots to a buffer and scatter it to their blocks, behind the steps so far and beside the next. Returns the event of its end."""
         pairs, n, buffer = sorted(zip(slots, block_ids, strict=True)), self._chunk, self._buffers[-1]
         self._in.wait_stream(torch.cuda.current_stream())  # a step in flight may still write to these blocks
-        for event, filled in self._sent:
+        for sending, filled in self._sending:
             if not filled.isdisjoint(slots):
-                self._in.wait_event(event)
+                sending.result()
         with torch.cuda.stream(self._in):
             ids = on_device([block_id for _, block_id in pairs], self._cache.device)
             for at in range(0, len(pairs), n):
@@ -255,16 +267,23 @@ class GpuCopies:
                 for i, j in runs(part):
                     buffer[i:j].copy_(self._host[part[i] : part[i] + j - i], non_blocking=True)
                 move(self._cache, buffer[: len(part)], ids[at : at + n], to_cache=True)
-        return self._in.record_event()
+        self._came = self._in.record_event()
+        return self._came
 
     def wait_for(self, slot: int) -> None:
         """Wait until what was copied to a slot is there. Called by threads."""
-        for event, slots in self._sent:
+        for sending, slots in self._sending:
             if slot in slots:
-                event.synchronize()
+                sending.result()
+
+    def settle(self) -> None:
+        """Wait until all that was sent is there."""
+        for sending, _ in self._sending:
+            sending.result()
 
     def close(self) -> None:
         """Unpin the memory, once nothing moves."""
+        self._sender.shutdown()
         torch.cuda.synchronize()
         self._unpin()
 
