@@ -130,11 +130,11 @@ class TestFields:
             ('{"prompt": "x", "seed": true}', "seed", "Expected `int | null`, got `bool`"),
             ('{"prompt": "x", "stream_options": {"a": 1}}', "stream_options", "unknown field `a`"),
             ("{}", None, "missing required field `prompt`"),
-            ("[]", None, "must be a JSON object"),
-            ("{", None, "not valid JSON"),
-            ('{"prompt": "\\ud800"}', None, "not valid JSON"),
-            ('{"prompt": ' + "[" * 100_000, None, "not valid JSON"),
-            ('{"prompt": "x", "temperature": 1e999}', None, "not valid JSON"),
+            ("[]", None, "must be a JSON object: Expected"),
+            ("{", None, "must be a JSON object: "),
+            ('{"prompt": "\\ud800"}', None, "must be a JSON object: "),
+            ('{"prompt": ' + "[" * 100_000, None, "must be a JSON object: "),
+            ('{"prompt": "x", "temperature": 1e999}', None, "must be a JSON object: "),
         ],
     )
     def test_what_is_wrong_is_named(self, body: str, param: str | None, says: str) -> None:
