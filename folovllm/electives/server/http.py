@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import socket
@@ -20,7 +19,6 @@ from folovllm.electives.server import protocol
 from folovllm.electives.server.errors import ApiError, EngineDead, Unavailable
 
 logger = logging.getLogger("folovllm")
-BODY_SECONDS = 60.0  # that a request may take to arrive
 CLIENT_GONE = 499  # the status of a response that has no reader
 ADDRESS = re.compile(r"[\d.]+(:\d+)?|\[.*")  # a Host in numbers: it is no name
 FIELDS = (*protocol.CompletionRequest.__struct_fields__, *protocol.ChatRequest.__struct_fields__)
@@ -40,24 +38,13 @@ async def read_json(request: Request, limit: int) -> bytes:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError if it is longer than `limit` bytes (413), or takes too long (408).
-
-    Too long a body is read to its end first: most clients read no answer before they have sent all.
-    """
-    body, size = bytearray(), 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                size += len(piece)
-                if size <= limit:
-                    body += piece
-    except TimeoutError as error:
-        message = f"the body did not come within {BODY_SECONDS:.0f} s: send it faster"
-        raise ApiError(408, message, headers={"Connection": "close"}) from error
-    if size > limit:
-        raise ApiError(
-            413, f"the body is longer than {limit} bytes: send less, or start the server with --max-body-size"
-        )
+    """The body. Raises ApiError (413) if it is longer than `limit` bytes; uvicorn drops the rest of it, so that its sender can read this."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            message = f"the body is longer than {limit} bytes: send less, or start the server with --max-body-size"
+            raise ApiError(413, message)
     return bytes(body)
 
 
