@@ -167,25 +167,6 @@ class TestChat:
         assert text == expected["chat"]["text"] and chunks[-1].choices[0].finish_reason == "length"
 
 
-class TestAsync:
-    def test_24_at_once(self, server: Background, expected: dict[str, Any]) -> None:
-        """Streams and whole answers, side by side; each is what it would be alone."""
-
-        async def main() -> list[str]:
-            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
-
-                async def one(i: int) -> str:
-                    arguments: Any = {"model": MODEL, "prompt": STORY, "temperature": 0, "max_tokens": 20}
-                    if i % 2:
-                        return (await client.completions.create(**arguments)).choices[0].text
-                    stream = await client.completions.create(**arguments, stream=True)
-                    return "".join([chunk.choices[0].text async for chunk in stream])
-
-                return await asyncio.gather(*map(one, range(24)))
-
-        assert set(asyncio.run(main())) == {expected["story"]["text"]}
-
-
 STORIES, CHATS = "/v1/completions", "/v1/chat/completions"
 IMAGE: Any = [{"role": "user", "content": [{"type": "image_url"}]}]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
