@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
-import openai
 import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
@@ -116,36 +115,6 @@ class TestDocuments:
         body: Any = {"structured_outputs": {"regex": "[0-9]{3}"}}
         got = client.completions.create(model=MODEL, prompt="x", n=3, max_tokens=9, extra_body=body)
         assert all(c.text.isdigit() and c.finish_reason == "stop" for c in got.choices)
-
-    @pytest.mark.parametrize("stream", [False, True])
-    @pytest.mark.parametrize(
-        ("fields", "param", "says"),
-        [
-            ({"response_format": {"type": "xml"}}, "response_format", "response_format must be"),
-            (
-                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
-                "structured_outputs", "JSON schema that cannot be used: Invalid type",
-            ),
-            (
-                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": 1}}},
-                "response_format", "strict must be True or False",
-            ),
-            ({"extra_body": {"structured_outputs": {"regexp": "a"}}}, "structured_outputs", "unknown field 'regexp'"),
-            (
-                {"extra_body": {"structured_outputs": {"regex": "a"}}, "response_format": {"type": "json_object"}},
-                "structured_outputs", "give one of them",
-            ),
-            ({"extra_body": {"guided_json": {}}}, "guided_json", "say structured_outputs"),
-            ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
-        ],
-    )  # fmt: skip
-    def test_what_cannot_be(
-        self, client: OpenAI, server: Background, fields: dict[str, Any], param: str, says: str, stream: bool
-    ) -> None:
-        """A 400 before the request is admitted, for streams, too."""
-        with pytest.raises(openai.BadRequestError, match=says) as told:
-            client.chat.completions.create(**chat(stream=stream, **fields))
-        assert told.value.param == param and server.engine.num_open == 0
 
 
 class TestTools:

@@ -79,7 +79,9 @@ async def on_error(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-HANDLERS = dict.fromkeys((ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError, Exception), on_error)
+HANDLERS: dict[Any, Any] = dict.fromkeys(
+    (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError, Exception), on_error
+)
 
 
 def error_response(error: ApiError) -> Response:

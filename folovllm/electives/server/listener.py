@@ -81,7 +81,7 @@ def make_server(app: ASGIApp, **options: Any) -> uvicorn.Server:
     """uvicorn's server for HTTP/1.1 within our bounds; `options` are those of `uvicorn.Config`. Its caller takes care of signals."""
     chosen: dict[str, Any] = {"log_level": "warning", "access_log": False, **options}
     server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", lifespan="off", **chosen))
-    server.capture_signals = nullcontext  # type: ignore[method-assign]
+    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
     return server
 
 
