@@ -17,17 +17,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import folovllm
-from folovllm.apps.inspector.web import FILES, PAGE
+from folovllm.apps.inspector.live import Subscribers
+from folovllm.apps.inspector.web import FILES, PAGE, file_response, page_response
 from folovllm.electives.server import http, protocol, replies
 from folovllm.electives.server.admission import Admission
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.errors import ApiError
 from folovllm.electives.server.metrics import Metrics
-from folovllm.electives.server.pages import InspectorRoutes, chat_page
+from folovllm.electives.server.pages import chat_page
 from folovllm.electives.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
 from folovllm.electives.server.response_handler import ResponseHandler
-from folovllm.electives.server.sse import unless_gone
+from folovllm.electives.server.sse import EventStream, unless_gone
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.long_prompts import encode_within
 from folovllm.models.files import full_tokenizer
@@ -79,11 +80,11 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     add("/detokenize", api.detokenize, protocol.DetokenizeRequest)
     add("/tokenizer_info", api.tokenizer_info)
     if config.inspector:
-        inspector = InspectorRoutes(engine, bool(config.api_key))
+        engine.on_seen = api.subscribers.publish
         # The page and its files say nothing of the engine: a browser asks for them without a key.
-        add(PAGE, inspector.page, needs_key=False, include_in_schema=False)
-        add(FILES, inspector.file, needs_key=False, include_in_schema=False)
-        add(f"{PAGE}/events", inspector.events, include_in_schema=False)
+        add(PAGE, api.inspector_page, needs_key=False, include_in_schema=False)
+        add(FILES, api.inspector_file, needs_key=False, include_in_schema=False)
+        add(f"{PAGE}/events", api.inspector_events, include_in_schema=False)
     if config.enable_sleep_mode:
         for path, method, function in load_elective(SLEEP_ROUTES, "enable_sleep_mode"):
             add(path, api.calling(function), methods=[method], include_in_schema=False)
@@ -101,6 +102,8 @@ class Api:
         self._defaults = generation_defaults(engine.setup.path)
         self._admission = Admission(engine, config.max_queued_requests, config.max_queued_tokens)
         self._created = int(time.time())
+        self.subscribers = Subscribers(engine.watch)
+        self._ending: asyncio.Task[None] | None = None
         self._tags_are_special = not set(engine.tokenizer.all_special_tokens).isdisjoint(TAGS)
 
     async def check_key(
@@ -228,6 +231,25 @@ class Api:
     async def tokenizer_info(self) -> Response:
         """How texts become ids."""
         return http.json_response(replies.tokenizer_info(full_tokenizer(self._engine.tokenizer)))
+
+    async def inspector_page(self) -> Response:
+        """The inspector's page."""
+        return page_response({"kind": "live", "events": "inspector/events", "needs_key": bool(self._keys)})
+
+    async def inspector_file(self, name: str) -> Response:
+        """One of its files."""
+        return file_response(name)
+
+    async def inspector_events(self) -> Response:
+        """What the engine does, from now on. The stream ends with the engine, and does not hold up the server's end."""
+        self._engine.require_open()
+        self._ending = self._ending or asyncio.create_task(self._end_events())
+        subscriber = self.subscribers.add()
+        return EventStream(self.subscribers.events(subscriber), partial(self.subscribers.remove, subscriber))
+
+    async def _end_events(self) -> None:
+        await self._engine.is_over.wait()
+        self.subscribers.close()
 
     def calling(self, function: str) -> Handler:
         """Return the handler of a route beside the engine (`plugins.SLEEP_ROUTES`). It reads its query alone: a body is refused."""
