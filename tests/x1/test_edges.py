@@ -54,8 +54,12 @@ def chunked(data: bytes, size: int) -> bytes:
     return post(b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces), "Transfer-Encoding: chunked\r\n")
 
 
-def connect(server: Background, wire: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+def connect(server: Background, wire: bytes, buffer: int = 1 << 18) -> socket.socket:
+    """A connection on which this was sent, and that takes `buffer` bytes unread."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(PATIENCE)
+    connection.connect(("127.0.0.1", server.port))
     connection.sendall(wire)
     return connection
 
