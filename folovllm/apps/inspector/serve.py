@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from folovllm.apps.inspector.playground import Playground
@@ -104,27 +104,27 @@ def playground_app(playground: Playground, host: str) -> Starlette:
     async def control(request: Request) -> Response:
         if request.method == "POST":
             await playground.build(await _json(request, dict[str, Any]))
-        return http.json_response(playground.described())
+        return JSONResponse(playground.described())
 
     async def prompts(request: Request) -> Response:
         asked = await _json(request, AskRequest)
-        return http.json_response({"requests": await playground.ask(**msgspec.structs.asdict(asked))})
+        return JSONResponse({"requests": await playground.ask(**msgspec.structs.asdict(asked))})
 
     async def scene(request: Request) -> Response:
         asked = await _json(request, SceneRequest)
         if asked.scene not in scenes():
             raise ValueError(f"there is no scene {asked.scene!r}: known are {', '.join(scenes())}")
         await playground.play(scenes()[asked.scene], asked.sampling)
-        return http.json_response(playground.described())
+        return JSONResponse(playground.described())
 
     async def abort(request: Request) -> Response:
         playground.abort((await _json(request, AbortRequest)).request)
-        return http.json_response({})
+        return JSONResponse({})
 
     async def pace(request: Request) -> Response:
         asked = await _json(request, PaceRequest)
         playground.change_pace(delay=asked.delay, paused=asked.paused, step=asked.step)
-        return http.json_response({"delay": playground.delay, "paused": int(playground.is_held)})
+        return JSONResponse({"delay": playground.delay, "paused": int(playground.is_held)})
 
     routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
     routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]

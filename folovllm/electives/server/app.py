@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 import folovllm
 from folovllm.apps.inspector.live import Subscribers
@@ -66,7 +66,7 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
             schemas.update(parts)
             body = {"required": True, "content": {"application/json": {"schema": schema}}}
             options |= {"methods": ["POST"], "openapi_extra": {"requestBody": body}}
-        app.add_api_route(path, handler, dependencies=key if needs_key else [], response_model=None, **options)
+        app.add_api_route(path, handler, dependencies=key if needs_key else [], **options)
 
     add("/", api.page, needs_key=False)
     add("/health", api.health, needs_key=False)
@@ -82,12 +82,12 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     if config.inspector:
         engine.on_seen = api.subscribers.publish
         # The page and its files say nothing of the engine: a browser asks for them without a key.
-        add(PAGE, api.inspector_page, needs_key=False, include_in_schema=False)
-        add(FILES, api.inspector_file, needs_key=False, include_in_schema=False)
-        add(f"{PAGE}/events", api.inspector_events, include_in_schema=False)
+        add(PAGE, api.inspector_page, needs_key=False)
+        add(FILES, api.inspector_file, needs_key=False)
+        add(f"{PAGE}/events", api.inspector_events)
     if config.enable_sleep_mode:
         for path, method, function in load_elective(SLEEP_ROUTES, "enable_sleep_mode"):
-            add(path, api.calling(function), methods=[method], include_in_schema=False)
+            add(path, api.calling(function), methods=[method])
     app.openapi()["components"]["schemas"] |= schemas
     return app
 
@@ -126,7 +126,7 @@ class Api:
 
     async def version(self) -> Response:
         """The version of this server."""
-        return http.json_response({"version": folovllm.__version__})
+        return JSONResponse({"version": folovllm.__version__})
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
@@ -139,12 +139,12 @@ class Api:
 
     async def models(self) -> Response:
         """The model, by all its names."""
-        return http.json_response({"object": "list", "data": [self._card(name) for name in self._names]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def model(self, name: str) -> Response:
         """One of its names."""
         self._check_model(name)
-        return http.json_response(self._card(name))
+        return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "folovllm"}
@@ -218,7 +218,7 @@ class Api:
             encode = partial(encode_within, limit, tokenizer, add_special_tokens=body.add_special_tokens)
             ids = await engine.in_thread(encode, body.prompt)
         texts = {"token_strs": tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
-        return http.json_response({"count": len(ids), "max_model_len": limit, "tokens": ids} | texts)
+        return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids} | texts)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids."""
@@ -226,11 +226,11 @@ class Api:
         size = self._engine.setup.vocab_size
         if bad := [id_ for id_ in body.tokens if not 0 <= id_ < size]:
             raise ApiError(400, f"token id {bad[0]} is outside the vocabulary: ids go from 0 to {size - 1}", "tokens")
-        return http.json_response({"prompt": await self._engine.in_thread(self._engine.tokenizer.decode, body.tokens)})
+        return JSONResponse({"prompt": await self._engine.in_thread(self._engine.tokenizer.decode, body.tokens)})
 
     async def tokenizer_info(self) -> Response:
         """How texts become ids."""
-        return http.json_response(replies.tokenizer_info(full_tokenizer(self._engine.tokenizer)))
+        return JSONResponse(replies.tokenizer_info(full_tokenizer(self._engine.tokenizer)))
 
     async def inspector_page(self) -> Response:
         """The inspector's page."""
@@ -262,7 +262,7 @@ class Api:
                 raise ApiError(409, message, code="busy")
             query = {name: request.query_params.getlist(name) for name in request.query_params}
             value = await self._engine.call("call_function", function, query)
-            return Response() if value is None else http.json_response(value)
+            return Response() if value is None else JSONResponse(value)
 
         return call
 

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -46,11 +45,6 @@ async def read_body(request: Request, limit: int) -> bytes:
             message = f"the body is longer than {limit} bytes: send less, or start the server with --max-body-size"
             raise ApiError(413, message)
     return bytes(body)
-
-
-def json_response(content: Any) -> Response:
-    """A response with status 200."""
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
