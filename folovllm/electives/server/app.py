@@ -122,7 +122,9 @@ class Api:
 
     async def health(self) -> Response:
         """200 while there is an engine that takes requests, or sleeps; else 503."""
-        return Response(status_code=200 if self._engine.is_open else 503)
+        if not self._engine.is_open:
+            raise ApiError(503, "the engine has ended, or the server is shutting down", code="unavailable")
+        return Response()
 
     async def version(self) -> Response:
         """The version of this server."""

@@ -33,9 +33,7 @@ class EngineClient(asyncio.Protocol, ABC):
     A subclass says what runs at the other end.
     """
 
-    def __init__(self) -> None:
-        self._writer: asyncio.WriteTransport | None = None
-        self._frames = msg.Frames()
+    _writer: asyncio.WriteTransport | None = None
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
         """Start the engine. `deliver` is called in the event loop with each of its messages; the first is `Ready` or a `Failure`."""
@@ -48,7 +46,7 @@ class EngineClient(asyncio.Protocol, ABC):
             here.close()
             there.close()
             raise
-        self._deliver = deliver
+        self._deliver, self._frames = deliver, msg.Frames()
         self._writer, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
 
     def data_received(self, data: bytes) -> None:
@@ -85,10 +83,10 @@ class EngineClient(asyncio.Protocol, ABC):
 class ThreadEngineClient(EngineClient):
     """The engine in a thread of this process: for notebooks, CPUs and tests."""
 
+    _thread: threading.Thread | None = None
+
     def __init__(self, make_engine: MakeEngine = make_engine) -> None:
-        super().__init__()
         self._make_engine = make_engine
-        self._thread: threading.Thread | None = None
 
     def _launch(self, config: EngineConfig, there: socket.socket) -> None:
         self._thread = threading.Thread(target=self._run, args=[config, there], name="engine", daemon=True)
@@ -114,9 +112,7 @@ class ThreadEngineClient(EngineClient):
 class ProcessEngineClient(EngineClient):
     """The engine in a process of its own: two Pythons, two cores."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._process: subprocess.Popen[bytes] | None = None
+    _process: subprocess.Popen[bytes] | None = None
 
     def _launch(self, config: EngineConfig, there: socket.socket) -> None:
         """Raises ValueError if the configuration cannot be sent, with a proposer of the user's in it say."""
