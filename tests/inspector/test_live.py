@@ -171,7 +171,7 @@ def test_an_engine_that_ends_says_how(transport: str, request: pytest.FixtureReq
     with Background(ServerConfig(inspector=True), place, **TIGHT) as server, looking(server) as looker:
         looker.read_until(lambda line: line.startswith('["Turn"'))
         if transport == "process":
-            os.kill(server.engine._transport.pid, signal.SIGKILL)  # type: ignore[attr-defined, arg-type]
+            os.kill(server.engine._transport._process.pid, signal.SIGKILL)  # type: ignore[attr-defined, arg-type]
             assert not any(line.startswith('["Done"') for line in looker.rest()), "it had no time to"
             return
         place.inner.scheduler.schedule = lambda: 1 // 0

@@ -17,7 +17,7 @@ from folovllm.config import EngineConfig
 from folovllm.electives.server.app import build_app
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
-from folovllm.electives.server.listener import Server, listen
+from folovllm.electives.server.listener import listen, make_server
 
 PATIENCE = 30.0  # seconds until a test gives up
 START = 120.0  # and until it gives up a server that is to start
@@ -48,7 +48,7 @@ class Background:
     async def _main(self) -> None:
         async with AsyncEngine(EngineConfig(**self._overrides), transport=self._transport) as self.engine:
             app = build_app(self.engine, self._config)
-            self._server = Server(app, timeout_graceful_shutdown=1, log_config=None, log_level=None)
+            self._server = make_server(app, timeout_graceful_shutdown=1, log_config=None, log_level=None)
             self._loop = asyncio.get_running_loop()
             self._listener.listen()
             self._ready.set()

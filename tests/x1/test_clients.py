@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 from typing import Any
 
 import openai
@@ -14,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from folovllm.electives.server.config import ServerConfig
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
-from tests.x1.background import Background, eventually
+from tests.x1.background import Background
 
 KEY = "a-key"
 MODEL = "little"
@@ -167,54 +166,7 @@ class TestChat:
         assert text == expected["chat"]["text"] and chunks[-1].choices[0].finish_reason == "length"
 
 
-class TestAsync:
-    def test_24_at_once(self, server: Background, expected: dict[str, Any]) -> None:
-        """Streams and whole answers, side by side; each is what it would be alone."""
-
-        async def main() -> list[str]:
-            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
-
-                async def one(i: int) -> str:
-                    arguments: Any = {"model": MODEL, "prompt": STORY, "temperature": 0, "max_tokens": 20}
-                    if i % 2:
-                        return (await client.completions.create(**arguments)).choices[0].text
-                    stream = await client.completions.create(**arguments, stream=True)
-                    return "".join([chunk.choices[0].text async for chunk in stream])
-
-                return await asyncio.gather(*map(one, range(24)))
-
-        assert set(asyncio.run(main())) == {expected["story"]["text"]}
-
-
-STORIES, CHATS = "/v1/completions", "/v1/chat/completions"
-IMAGE: Any = [{"role": "user", "content": [{"type": "image_url"}]}]
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (STORIES, {"logit_bias": {"x": 1}}, "logit_bias must give token ids a number"),
-    (STORIES, {"logit_bias": {"999999": 1}}, "logit_bias must lie between 0 and"),
-    (STORIES, {"bad_words": [f"w{i} x{i}" for i in range(200)]}, "bad_words are too many: at most 128"),
-    (STORIES, {"prompt_logprobs": 21}, "prompt_logprobs is 21, and this engine gives 20 at most"),
-    (STORIES, {"max_tokens": 0}, "max_tokens must be at least 1"),
-    (STORIES, {"echo": "yes"}, "Expected `bool | null`"),
-    (STORIES, {"top_p": 5}, "top_p must be above 0"),
-    (STORIES, {"prompt": [5] * 600}, "leaves no room"),
-    (STORIES, {"prompt": "x" * 50_000, "stream": True}, "leaves no room"),
-    (CHATS, {"messages": []}, "list of messages|does not take this"),
-    (CHATS, {"messages": [{"content": "x"}]}, "each message needs a role"),
-    (CHATS, {"messages": IMAGE}, "'image_url' is not supported"),
-    (CHATS, {"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
-    (CHATS, {"chat_template_kwargs": {"messages": []}}, "must not hold 'messages'"),
-    (CHATS, {"logprobs": True, "top_logprobs": 99}, "at most"),
-]
-
-
 class TestErrors:
-    @pytest.mark.parametrize(("path", "fields", "says"), REFUSED)
-    def test_what_cannot_be_is_said(self, server: Background, path: str, fields: dict[str, Any], says: str) -> None:
-        status, said = server.ask(path, ({"prompt": STORY} if path == STORIES else {"messages": QUESTION}) | fields)
-        error = said["error"]
-        assert (status, error["type"]) == (400, "invalid_request_error") and re.search(says, error["message"])
-        assert error["param"] in (*fields, None)
-
     def test_what_clients_raise(self, server: Background, client: OpenAI) -> None:
         wrong = OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
         with pytest.raises(openai.AuthenticationError, match="wants a key"):
@@ -226,7 +178,7 @@ class TestErrors:
         with pytest.raises(openai.BadRequestError, match="top_p must be above 0") as bad:
             client.completions.create(model=MODEL, prompt="x", top_p=5)
         assert (bad.value.param, bad.value.type) == ("top_p", "invalid_request_error")
-        with pytest.raises(openai.NotFoundError, match=r"this server has .*/v1/chat/completions"):
+        with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found"):
             client.embeddings.create(model=MODEL, input="x")
         for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
             got, said = server.ask(path)
@@ -244,9 +196,6 @@ class TestOtherAddresses:
         assert server.ask("/detokenize", {"tokens": said["tokens"]}) == (200, {"prompt": STORY})
         _, chat = server.ask("/tokenize", {"messages": QUESTION})
         assert chat["count"] > 4
-        for body in ({}, {"prompt": "x", "messages": QUESTION}):
-            assert server.ask("/tokenize", body)[0] == 400
-        assert server.ask("/detokenize", {"tokens": [-1]})[0] == 400
 
     def test_metrics(self, server: Background, client: OpenAI) -> None:
         """Under vLLM's names; what a request adds is what it was."""
@@ -276,7 +225,7 @@ class TestOtherAddresses:
 class TestLimits:
     def test_a_full_queue(self) -> None:
         """One prompt may wait. The next is answered 429 while it does; what was accepted is answered."""
-        config = ServerConfig(max_queued_requests=1, max_body_size=20_000)
+        config = ServerConfig(max_queued_requests=1)
         with Background(config, max_num_seqs=1, max_model_len=8192) as server:
             client = OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
             arguments: Any = {"model": "stories-5m", "prompt": STORY, "extra_body": {"ignore_eos": True}}
@@ -298,8 +247,4 @@ class TestLimits:
 
             asyncio.run(main())
             assert answers[0]
-            with pytest.raises(openai.APIStatusError, match="longer than 20000 bytes") as too_long:
-                client.completions.create(model="stories-5m", prompt="x" * 20_000)
-            assert too_long.value.status_code == 413
             server.wait_until_idle()
-            eventually(lambda: server.engine.is_open)

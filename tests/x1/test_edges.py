@@ -54,8 +54,12 @@ def chunked(data: bytes, size: int) -> bytes:
     return post(b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces), "Transfer-Encoding: chunked\r\n")
 
 
-def connect(server: Background, wire: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+def connect(server: Background, wire: bytes, buffer: int = 1 << 18) -> socket.socket:
+    """A connection on which this was sent, and that takes `buffer` bytes unread."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(PATIENCE)
+    connection.connect(("127.0.0.1", server.port))
     connection.sendall(wire)
     return connection
 
@@ -86,9 +90,7 @@ ROWS: dict[str, tuple[bytes, int]] = {
     "an unknown coding": (post(BODY, "Transfer-Encoding: chunked, rot13\r\n"), 400),
     "absolute form": (get("http://localhost/health"), 200),
     "absolute form without a path": (get("http://localhost"), 400),
-    "HEAD": (get("/v1/models", method="HEAD"), 200),
-    "HEAD of events": (get("/inspector/events", method="HEAD"), 200),
-    "HEAD of a POST": (get("/v1/completions", method="HEAD"), 405),
+    "HEAD": (get("/v1/models", method="HEAD"), 405),
     "OPTIONS": (get("/v1/completions", method="OPTIONS"), 405),
     "OPTIONS *": (get("*", method="OPTIONS"), 404),
     "CONNECT": (get("localhost:80", method="CONNECT"), 400),
@@ -105,7 +107,7 @@ ROWS: dict[str, tuple[bytes, int]] = {
     "an upgrade": (post(FIELDS, "Connection: Upgrade\r\nUpgrade: h2c\r\n"), 426),
     "no body": (post(b""), 400),
     "another type": (post(BODY, "Content-Type: text/plain\r\n"), 415),
-    "gzip": (post(b"\x1f\x8b", "Content-Encoding: gzip\r\n"), 415),
+    "gzip": (post(b"\x1f\x8b", "Content-Encoding: gzip\r\n"), 400),
     "10,000 arrays": (post(b"[" * 10_000 + b"]" * 10_000), 400),
     "deep in a field": (post(b'{"prompt":"x","stop":' + NESTED + b"}"), 400),
     "deep in a message": (post(b'{"messages":[{"role":"user","content":' + NESTED + b"}]}", path=CHAT), 400),
@@ -169,21 +171,14 @@ def test_refused_but_still_sending(server: Background, monkeypatch: pytest.Monke
                 time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("wire", "behind", "status"),
-    [(get("/health"), b"\r\n", 200), (post(LONG | {"max_tokens": 60}), b"GET /health", 200)],
-    ids=["blank lines", "half a head"],
-)
-def test_nobody_is_waited_for_behind_an_answer(
-    server: Background, wire: bytes, behind: bytes, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bytes that begin no request keep a connection no longer than a head without end does; the answer comes all the same."""
-    monkeypatch.setattr("folovllm.electives.server.listener.HEADER_SECONDS", 1.0)
-    with connect(server, wire) as connection:
-        said = b"" if behind[:1] == b"G" else connection.recv(1 << 16)
-        connection.sendall(behind)
+def test_blank_lines_behind_an_answer(server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that begin no request keep a connection no longer than a head without end does."""
+    monkeypatch.setattr("folovllm.electives.server.listener.HEADER_SECONDS", 0.2)
+    with connect(server, get("/health")) as connection:
+        said = connection.recv(1 << 16)
+        connection.sendall(b"\r\n")
         said += read_all(connection)
-    assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 %d" % status)
+    assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 200")
 
 
 OPEN, NAMED = ServerConfig(), ServerConfig(host="gpu-box", allowed_host=["Proxy.example"])

@@ -45,35 +45,6 @@ def server() -> Iterator[Background]:
     )
 
 
-CHATS: Any = [{"role": "user", "content": "a"}]
-TOO_MUCH: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "/v1/completions",
-        {"prompt": "a", "allowed_token_ids": [1] * 300_000},
-        "allowed_token_ids: Expected `array` of length <= 262144",
-    ),
-    (
-        "/v1/completions",
-        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}},
-        "logit_bias: Expected `object` of length <= 65536",
-    ),
-    ("/v1/chat/completions", {"messages": CHATS * 260}, "at least 260 tokens"),
-    ("/tokenize", {"messages": CHATS * 260}, "at least 260 tokens"),
-    ("/detokenize", {"tokens": [5] * 1_100_000}, "tokens: Expected `array` of length <= 1048576"),
-    ("/v1/completions", {"prompt": ["a"] * 5, "n": 4}, "has 20 sequences, and the queue holds 16"),
-    ("/v1/completions", {"prompt": [[5]] * 17}, "has 17 sequences, and the queue holds 16"),
-    ("/v1/completions", {"prompt": "a", "n": 17, "stream": True}, "has 17 sequences, and the queue holds 16"),
-    ("/v1/chat/completions", {"messages": CHATS, "n": 17}, "has 17 sequences, and the queue holds 16"),
-    ("/v1/completions", {"prompt": ["a"] * 1000, "n": 1000}, "n is 1000"),  # fewer prompts would not help
-]
-
-
-@pytest.mark.parametrize(("path", "body", "says"), TOO_MUCH)
-def test_it_is_counted_before_it_is_read(server: Background, path: str, body: dict[str, Any], says: str) -> None:
-    status, said = server.ask(path, body)
-    assert status == 400 and says in said["error"]["message"], said
-
-
 class TestNumbers:
     @pytest.mark.parametrize(
         "number", [2**63, -(2**63) - 1, 2**64, 10**400, -(10**400)], ids=lambda n: f"{float(str(n)[:30]):.0e}"

@@ -173,34 +173,30 @@ class TestKilled:
             assert server.process.wait(PATIENCE) == 1
 
 
-class TestStart:
-    def fails(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def test_what_cannot_start(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Exit code 2 and a sentence, before anything is built."""
+
+    def fails(*arguments: str) -> str:
         with pytest.raises(SystemExit) as ended:
-            main(["serve", *arguments])
+            main([*arguments])
         assert ended.value.code == 2
         return " ".join(capsys.readouterr().err.split())
 
-    def test_under_torchrun(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-        assert "without torchrun" in self.fails(capsys)
+    with listen("127.0.0.1", 0) as other:
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert f"cannot listen at 127.0.0.1:{port}" in fails("serve", "--port", port)
+    assert "--host is empty" in fails("serve", "--host", "")
+    assert "--host is empty" in fails("inspect", "--host", "", "--no-browser")
+    assert "two models are named, a and b" in fails("serve", "a", "--model", "b")
+    for named in ([str(tmp_path), "--no-engine-process"], ["--model", str(tmp_path)]):
+        assert "has no config.json" in fails("serve", *named, "--port", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert "without torchrun" in fails("serve")
 
-    def test_a_port_that_is_taken(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with listen("127.0.0.1", 0) as other:
-            other.listen()
-            port = other.getsockname()[1]
-            assert f"cannot listen at 127.0.0.1:{port}" in self.fails(capsys, "--port", str(port))
 
-    def test_a_host_that_is_empty(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--host is empty" in self.fails(capsys, "--host", "")
-        with pytest.raises(SystemExit):
-            main(["inspect", "--host", "", "--no-browser"])
-        assert "--host is empty" in capsys.readouterr().err
-
-    @pytest.mark.slow
-    def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        for flag in ("--engine-process", "--no-engine-process"):
-            assert "has no config.json" in self.fails(capsys, str(tmp_path), "--port", "0", flag)
-
-    def test_a_model_by_flag_as_in_other_commands(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        assert "has no config.json" in self.fails(capsys, "--model", str(tmp_path), "--port", "0")
-        assert "two models are named, a and b" in self.fails(capsys, "a", "--model", "b")
+@pytest.mark.slow
+def test_a_model_that_is_not_there_in_a_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path), "--port", "0", "--engine-process"])
+    assert "has no config.json" in " ".join(capsys.readouterr().err.split())

@@ -17,16 +17,16 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from folovllm.apps.inspector.playground import Playground
 from folovllm.apps.inspector.scenes import Sampling, scenes
 from folovllm.apps.inspector.web import FILES, PAGE, SAFE, file_response, page_response
 from folovllm.electives.server import http
-from folovllm.electives.server.errors import ApiError, as_api_error
-from folovllm.electives.server.listener import Server, ending_signals, listen
+from folovllm.electives.server.errors import ApiError
+from folovllm.electives.server.listener import address_of, ending_signals, listen, make_server
 from folovllm.electives.server.sse import EventStream
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -74,18 +74,6 @@ async def _home(request: Request) -> Response:
     return RedirectResponse(PAGE)
 
 
-async def _error(request: Request, error: Exception) -> Response:
-    """The response to an error, whether Starlette's own (an unknown address, another method) or ours."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=http.CLIENT_GONE)
-    if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return http.error_response(as_api_error(error))
-
-
-HANDLED = (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError)  # another is a bug: 500, and in the log
-
-
 def replay_app(recordings: list[Path], host: str) -> Starlette:
     """The page with recordings, which it fetches."""
     described = [{"name": path.name, "url": f"inspector/recordings/{i}"} for i, path in enumerate(recordings)]
@@ -116,27 +104,27 @@ def playground_app(playground: Playground, host: str) -> Starlette:
     async def control(request: Request) -> Response:
         if request.method == "POST":
             await playground.build(await _json(request, dict[str, Any]))
-        return http.json_response(playground.described())
+        return JSONResponse(playground.described())
 
     async def prompts(request: Request) -> Response:
         asked = await _json(request, AskRequest)
-        return http.json_response({"requests": await playground.ask(**msgspec.structs.asdict(asked))})
+        return JSONResponse({"requests": await playground.ask(**msgspec.structs.asdict(asked))})
 
     async def scene(request: Request) -> Response:
         asked = await _json(request, SceneRequest)
         if asked.scene not in scenes():
             raise ValueError(f"there is no scene {asked.scene!r}: known are {', '.join(scenes())}")
         await playground.play(scenes()[asked.scene], asked.sampling)
-        return http.json_response(playground.described())
+        return JSONResponse(playground.described())
 
     async def abort(request: Request) -> Response:
         playground.abort((await _json(request, AbortRequest)).request)
-        return http.json_response({})
+        return JSONResponse({})
 
     async def pace(request: Request) -> Response:
         asked = await _json(request, PaceRequest)
         playground.change_pace(delay=asked.delay, paused=asked.paused, step=asked.step)
-        return http.json_response({"delay": playground.delay, "paused": int(playground.is_held)})
+        return JSONResponse({"delay": playground.delay, "paused": int(playground.is_held)})
 
     routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
     routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]
@@ -183,14 +171,13 @@ def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
     return Starlette(
         routes=everywhere + routes,
         middleware=[Middleware(http.HostGuard, names=[host], flag="--host")],
-        exception_handlers=dict.fromkeys(HANDLED, _error),
+        exception_handlers=http.HANDLERS,
     )
 
 
 async def _json(request: Request, kind: Any) -> Any:
-    """The body. Only JSON: a page from elsewhere may send other kinds to any address, unasked."""
-    http.require_json(request)
-    body = await http.read_body(request, LONGEST_BODY)
+    """The body."""
+    body = await http.read_json(request, LONGEST_BODY)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
@@ -231,7 +218,7 @@ async def _serve(
     app: Starlette, listener: socket.socket, what: str, browser: bool, at_end: Callable[[], None] = lambda: None
 ) -> None:
     """Serve until a signal comes; then `at_end` ends the streams, which would hold up the server's end."""
-    server = Server(app)
+    server = make_server(app)
 
     def end() -> None:
         server.force_exit = server.should_exit  # a second signal does not wait
@@ -241,8 +228,7 @@ async def _serve(
     for sign in ending_signals():
         asyncio.get_running_loop().add_signal_handler(sign, end)
     listener.listen()
-    host, port = listener.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}{PAGE}"
+    address = address_of(listener) + PAGE
     print(f"{what} at {address} (Ctrl-C ends it)", flush=True)
     if browser:
         await asyncio.to_thread(webbrowser.open, address)

@@ -6,30 +6,29 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI
-from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 import folovllm
-from folovllm.apps.inspector.web import FILES, PAGE
+from folovllm.apps.inspector.live import Subscribers
+from folovllm.apps.inspector.web import FILES, PAGE, file_response, page_response
 from folovllm.electives.server import http, protocol, replies
 from folovllm.electives.server.admission import Admission
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
-from folovllm.electives.server.errors import ApiError, EngineDead, Unavailable, as_api_error
+from folovllm.electives.server.errors import ApiError
 from folovllm.electives.server.metrics import Metrics
-from folovllm.electives.server.openapi import json_route, schemas
-from folovllm.electives.server.pages import InspectorRoutes, chat_page
+from folovllm.electives.server.pages import chat_page
 from folovllm.electives.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
 from folovllm.electives.server.response_handler import ResponseHandler
-from folovllm.electives.server.sse import unless_gone
+from folovllm.electives.server.sse import EventStream, unless_gone
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.long_prompts import encode_within
 from folovllm.models.files import full_tokenizer
@@ -39,9 +38,6 @@ from folovllm.sampling_params import SamplingParams
 
 Handler = Callable[..., Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
-FIELDS = (*protocol.CompletionRequest.__struct_fields__, *protocol.ChatRequest.__struct_fields__)
-REFUSALS = (ApiError, ValueError, EngineDead, Unavailable)  # another exception is a bug, and in the log
-BODY_SECONDS = 60.0  # that a request may take to arrive
 
 
 def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
@@ -50,11 +46,10 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     app = FastAPI(
         title="FoloVLLM",
         version=folovllm.__version__,
-        description="OpenAI's API, and a little more.",
         docs_url=None,  # these two pages would fetch their scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers=dict.fromkeys((HTTPException, ClientDisconnect, *REFUSALS, Exception), on_error),
+        exception_handlers=http.HANDLERS,
     )
     if origins := config.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
@@ -62,54 +57,43 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     names = ["*"] if config.api_key else [config.host, *config.allowed_host, *config.inspector_host]
     app.add_middleware(http.HostGuard, names=names, flag="--allowed-host", origins=origins)
     key = [Depends(api.check_key)] if config.api_key else []
+    schemas: dict[str, Any] = {}
 
-    def add(path: str, handler: Handler, needs_key: bool = True, **options: Any) -> None:
-        method = options.pop("method", "POST" if "openapi_extra" in options else "GET")
-        options |= {"dependencies": key if needs_key else [], "response_model": None}
-        app.add_api_route(path, handler, methods=[method], **options)
-        if method == "GET":
-            app.add_api_route(path, handler, methods=["HEAD"], **options | {"include_in_schema": False})
+    def add(path: str, handler: Handler, takes: Any = None, needs_key: bool = True, **options: Any) -> None:
+        """A route of GET, or of POST if it `takes` a type of JSON."""
+        if takes is not None:
+            (schema,), parts = msgspec.json.schema_components([takes], ref_template="#/components/schemas/{name}")
+            schemas.update(parts)
+            body = {"required": True, "content": {"application/json": {"schema": schema}}}
+            options |= {"methods": ["POST"], "openapi_extra": {"requestBody": body}}
+        app.add_api_route(path, handler, dependencies=key if needs_key else [], **options)
 
-    chat, completion = replies.ChatResponse, replies.CompletionResponse
-    add("/", api.page, needs_key=False, response_class=HTMLResponse)
-    add("/health", api.health, needs_key=False, response_class=Response)
-    add("/version", api.version, needs_key=False, **json_route(replies.Version))
-    add("/metrics", api.metrics, needs_key=False, response_class=PlainTextResponse)
-    add("/v1/models", api.models, **json_route(replies.ModelList))
-    add("/v1/models/{name:path}", api.model, **json_route(replies.ModelCard))
-    add("/v1/completions", api.completions, **json_route(completion, protocol.CompletionRequest, completion))
-    add("/v1/chat/completions", api.chat, **json_route(chat, protocol.ChatRequest, replies.ChatChunk))
-    add("/tokenize", api.tokenize, **json_route(replies.Tokens, protocol.TokenizeRequest))
-    add("/detokenize", api.detokenize, **json_route(replies.Detokenized, protocol.DetokenizeRequest))
-    add("/tokenizer_info", api.tokenizer_info, **json_route(dict[str, Any]))
+    add("/", api.page, needs_key=False)
+    add("/health", api.health, needs_key=False)
+    add("/version", api.version, needs_key=False)
+    add("/metrics", api.metrics, needs_key=False)
+    add("/v1/models", api.models)
+    add("/v1/models/{name:path}", api.model)
+    add("/v1/completions", api.completions, protocol.CompletionRequest)
+    add("/v1/chat/completions", api.chat, protocol.ChatRequest)
+    add("/tokenize", api.tokenize, protocol.TokenizeRequest)
+    add("/detokenize", api.detokenize, protocol.DetokenizeRequest)
+    add("/tokenizer_info", api.tokenizer_info)
     if config.inspector:
-        inspector = InspectorRoutes(engine, bool(config.api_key))
+        engine.on_seen = api.subscribers.publish
         # The page and its files say nothing of the engine: a browser asks for them without a key.
-        add(PAGE, inspector.page, needs_key=False, include_in_schema=False)
-        add(FILES, inspector.file, needs_key=False, include_in_schema=False)
-        add(f"{PAGE}/events", inspector.events, include_in_schema=False)
+        add(PAGE, api.inspector_page, needs_key=False)
+        add(FILES, api.inspector_file, needs_key=False)
+        add(f"{PAGE}/events", api.inspector_events)
     if config.enable_sleep_mode:
         for path, method, function in load_elective(SLEEP_ROUTES, "enable_sleep_mode"):
-            add(path, api.calling(function), method=method, include_in_schema=False)
-    app.openapi().setdefault("components", {})["schemas"] = schemas()
+            add(path, api.calling(function), methods=[method])
+    app.openapi()["components"]["schemas"] |= schemas
     return app
 
 
-async def on_error(request: Request, error: Exception) -> Response:
-    """The response to an error: FastAPI's own (an unknown address, another method), a refusal, or a bug."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=http.CLIENT_GONE)
-    if isinstance(error, HTTPException):
-        here = [route.path for route in request.app.routes if route.path.startswith("/v1/") and "{" not in route.path]
-        not_found = f"not found; this server has {', '.join(dict.fromkeys(here))}"
-        wrong = "this address takes another method" if error.status_code == 405 else not_found
-        message = f"{request.method} {request.url.path}: {wrong}"
-        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return http.error_response(as_api_error(error, FIELDS))
-
-
 class Api:
-    """The handlers. FastAPI's document shows their docstrings. Errors are raised; `on_error` makes responses of them."""
+    """The handlers. FastAPI's document shows their docstrings. Errors are raised; `http.on_error` makes responses of them."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
         self._engine, self._config = engine, config
@@ -118,6 +102,8 @@ class Api:
         self._defaults = generation_defaults(engine.setup.path)
         self._admission = Admission(engine, config.max_queued_requests, config.max_queued_tokens)
         self._created = int(time.time())
+        self.subscribers = Subscribers(engine.watch)
+        self._ending: asyncio.Task[None] | None = None
         self._tags_are_special = not set(engine.tokenizer.all_special_tokens).isdisjoint(TAGS)
 
     async def check_key(
@@ -135,16 +121,14 @@ class Api:
         return chat_page(self._config.inspector)
 
     async def health(self) -> Response:
-        """Whether there is an engine that takes requests, or sleeps: 200, or 503."""
-        try:
-            self._engine.require_running()
-        except EngineDead as error:
-            raise ApiError(503, str(error), code="engine_dead") from error
+        """200 while there is an engine that takes requests, or sleeps; else 503."""
+        if not self._engine.is_open:
+            raise ApiError(503, "the engine has ended, or the server is shutting down", code="unavailable")
         return Response()
 
     async def version(self) -> Response:
         """The version of this server."""
-        return http.json_response(replies.Version(folovllm.__version__))
+        return JSONResponse({"version": folovllm.__version__})
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
@@ -157,15 +141,16 @@ class Api:
 
     async def models(self) -> Response:
         """The model, by all its names."""
-        return http.json_response(replies.ModelList("list", [self._card(name) for name in self._names]))
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def model(self, name: str) -> Response:
         """One of its names."""
-        return http.json_response(self._card(name))
-
-    def _card(self, name: str) -> replies.ModelCard:
         self._check_model(name)
-        return replies.ModelCard(name, "model", self._created, "folovllm", self._engine.setup.max_model_len)
+        return JSONResponse(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "folovllm"}
+        return card | {"max_model_len": self._engine.setup.max_model_len}
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._names:
@@ -229,15 +214,13 @@ class Api:
         tokenizer, limit = engine.tokenizer, engine.setup.max_model_len
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt or messages, one of them", "prompt")
-
-        def encode() -> list[int]:
-            if body.prompt is None:
-                return list(chat_prompt(tokenizer, limit, body)["prompt_token_ids"])
-            return encode_within(limit, tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
-
-        ids = await engine.in_thread(encode)
-        texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return http.json_response(replies.Tokens(len(ids), limit, ids, texts))
+        if body.prompt is None:
+            ids = list((await engine.in_thread(chat_prompt, tokenizer, limit, body))["prompt_token_ids"])
+        else:
+            encode = partial(encode_within, limit, tokenizer, add_special_tokens=body.add_special_tokens)
+            ids = await engine.in_thread(encode, body.prompt)
+        texts = {"token_strs": tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
+        return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids} | texts)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids."""
@@ -245,12 +228,30 @@ class Api:
         size = self._engine.setup.vocab_size
         if bad := [id_ for id_ in body.tokens if not 0 <= id_ < size]:
             raise ApiError(400, f"token id {bad[0]} is outside the vocabulary: ids go from 0 to {size - 1}", "tokens")
-        text = await self._engine.in_thread(self._engine.tokenizer.decode, body.tokens)
-        return http.json_response(replies.Detokenized(text))
+        return JSONResponse({"prompt": await self._engine.in_thread(self._engine.tokenizer.decode, body.tokens)})
 
     async def tokenizer_info(self) -> Response:
         """How texts become ids."""
-        return http.json_response(replies.tokenizer_info(full_tokenizer(self._engine.tokenizer)))
+        return JSONResponse(replies.tokenizer_info(full_tokenizer(self._engine.tokenizer)))
+
+    async def inspector_page(self) -> Response:
+        """The inspector's page."""
+        return page_response({"kind": "live", "events": "inspector/events", "needs_key": bool(self._keys)})
+
+    async def inspector_file(self, name: str) -> Response:
+        """One of its files."""
+        return file_response(name)
+
+    async def inspector_events(self) -> Response:
+        """What the engine does, from now on. The stream ends with the engine, and does not hold up the server's end."""
+        self._engine.require_open()
+        self._ending = self._ending or asyncio.create_task(self._end_events())
+        subscriber = self.subscribers.add()
+        return EventStream(self.subscribers.events(subscriber), partial(self.subscribers.remove, subscriber))
+
+    async def _end_events(self) -> None:
+        await self._engine.is_over.wait()
+        self.subscribers.close()
 
     def calling(self, function: str) -> Handler:
         """Return the handler of a route beside the engine (`plugins.SLEEP_ROUTES`). It reads its query alone: a body is refused."""
@@ -263,19 +264,14 @@ class Api:
                 raise ApiError(409, message, code="busy")
             query = {name: request.query_params.getlist(name) for name in request.query_params}
             value = await self._engine.call("call_function", function, query)
-            return Response() if value is None else http.json_response(value)
+            return Response() if value is None else JSONResponse(value)
 
         return call
 
     async def _read(self, request: Request, kind: type[R]) -> R:
-        """Parse the request in the body. It must be JSON: a web page may send other types to any server, unasked."""
+        """Parse the request in the body."""
         self._engine.require_open()
-        http.require_json(request)
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                data = await http.read_body(request, self._config.max_body_size)
-        except TimeoutError as error:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s: send it faster") from error
+        data = await http.read_json(request, self._config.max_body_size)
         body = protocol.parse(data, kind, self._config.ignore_unknown_fields)
         self._check_model(getattr(body, "model", None))
         return body

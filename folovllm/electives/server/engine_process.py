@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import socket
 import sys
 import threading
 
@@ -13,18 +15,26 @@ SWITCH = 2e-4  # seconds that the loop waits at most for another thread (a recor
 
 
 def main() -> None:
-    """Serve the requests that come through the socket named on the command line, until it says stop or is closed.
+    """Build the engine of the configuration on stdin, and serve the requests that come through the socket named on the command line.
 
-    Signals are for the parent to answer: it lets running answers end, which takes an engine.
+    It ends when that says stop or is closed. Signals are for the parent to answer: it lets running answers end, which takes an engine.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
     sys.setswitchinterval(SWITCH)
-    from folovllm.electives.server.link import serve_socket
+    from folovllm.electives.server.link import SocketLink
+    from folovllm.electives.server.messages import NOT_SENT, Failure
+    from folovllm.engine.llm_engine import make_engine
 
-    is_well = serve_socket(fd)
+    link, is_well = SocketLink(socket.socket(fileno=fd)), False
+    try:
+        config = pickle.load(sys.stdin.buffer)
+    except (AttributeError, ImportError) as error:  # a class of the user's main program, say
+        link.send(Failure(f"{NOT_SENT} ({error})", True))
+    else:
+        is_well = link.serve(config, make_engine)
     sys.stdout.flush()
     os._exit(0 if is_well else 1)  # the interpreter would take seconds to take itself apart
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 import select
 import socket
-from collections import deque
 from typing import cast
 
 from folovllm.apps.inspector.paced import PacedEngine
 from folovllm.config import EngineConfig
 from folovllm.electives.server import messages as msg
 from folovllm.electives.server.engine_loop import MakeEngine, run_engine
-from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.plugins import STRUCTURED_OUTPUT, is_installed
 
 CHUNK = 1 << 20  # bytes that are read at once
@@ -24,16 +22,9 @@ class SocketLink:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._frames = msg.Frames()
-        self._unread: deque[bytes] = deque()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._engine: PacedEngine | None = None  # once it is made
-
-    def first(self) -> bytes:
-        """The first message to a process: no command, but the configuration."""
-        while not self._unread:
-            self._read()
-        return self._unread.popleft()
 
     def serve(self, config: EngineConfig, make_engine: MakeEngine) -> bool:
         """Build an engine, paced as those who watch it through this link have it, and serve it. Returns whether nothing went wrong."""
@@ -51,15 +42,19 @@ class SocketLink:
         """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""
         if self._engine is not None:
             self._send_seen(self._engine.live.take(all_of_it=wait or self._engine.is_slow))
-        while self._poll.poll(None if wait and not self._unread else 0):
-            self._read()
+        commands: list[msg.Command] = []
+        while self._poll.poll(None if wait and not commands else 0):
+            data = self._socket.recv(CHUNK)
+            commands += map(msg.decode_command, self._frames.feed(data))
+            if not data:  # the end of the stream
+                self._poll.unregister(self._socket)
+                commands.append(msg.Stop())
         work: list[msg.Work] = []
-        for command in map(msg.decode_command, self._unread):
+        for command in commands:
             if isinstance(command, msg.Call):
                 self.send(self._call(command))
             else:
                 work.append(command)
-        self._unread.clear()
         if any(isinstance(command, msg.Stop) for command in work):
             self._end_recording("closed")
         return work
@@ -74,14 +69,6 @@ class SocketLink:
             error = str(mistake)
         return msg.Called(value, error, bool(engine.refusal))
 
-    def _read(self) -> None:
-        """Read what is there; the end of the stream is a `Stop`."""
-        data = self._socket.recv(CHUNK)
-        self._unread.extend(self._frames.feed(data))
-        if not data:
-            self._poll.unregister(self._socket)
-            self._unread.append(msg.encode(msg.Stop()))
-
     def send(self, message: msg.EngineMessage) -> None:
         """Send a message; before a failure, the last that was seen."""
         if isinstance(message, msg.Failure):
@@ -95,14 +82,3 @@ class SocketLink:
     def _send_seen(self, pieces: list[bytes]) -> None:
         if pieces:
             self.send(msg.Seen(pieces))
-
-
-def serve_socket(fd: int) -> bool:
-    """Build the engine that the first message describes, and serve it. Returns whether nothing went wrong."""
-    link = SocketLink(socket.socket(fileno=fd))
-    try:
-        config: EngineConfig = pickle.loads(link.first())
-    except (AttributeError, ImportError) as error:  # a class of the user's main program, say
-        link.send(msg.Failure(f"{msg.NOT_SENT} ({error})", True))
-        return False
-    return link.serve(config, make_engine)

@@ -9,8 +9,6 @@ import msgspec
 
 from folovllm.electives.server.errors import ApiError
 
-# For readers of /openapi.json, where the type alone says less than what is taken.
-KINDS = ({"type": "integer"}, {"type": "string"}, {"type": "array", "items": {"type": "integer"}})
 # Each token of an answer is compared with all that may stop it, and the other lists are looked at within the event loop.
 Stop = Annotated[str, msgspec.Meta(max_length=1024)]
 Stops = Annotated[list[Stop], msgspec.Meta(max_length=64)]
@@ -18,9 +16,6 @@ StopIds = Annotated[list[int], msgspec.Meta(max_length=1024)]
 AllowedIds = Annotated[list[int], msgspec.Meta(max_length=1 << 18)]
 Bias = Annotated[dict[str, float], msgspec.Meta(max_length=1 << 16)]
 Ids = Annotated[list[int], msgspec.Meta(max_length=1 << 20)]
-Several = Annotated[list[Any], msgspec.Meta(extra_json_schema={"anyOf": [{"items": kind} for kind in KINDS]})]
-ROLE = {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": {"type": "object"}}}
-Message = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"required": ["role"], "properties": ROLE})]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,7 +61,7 @@ class Sampling(msgspec.Struct, kw_only=True):
 class CompletionRequest(Sampling, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | Several
+    prompt: str | list[Any]  # or token ids, or several of either: `requests.prompts_of`
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -79,7 +74,7 @@ class CompletionRequest(Sampling, kw_only=True):
 class ChatRequest(Sampling, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: list[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -96,7 +91,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -132,31 +127,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 def parse(body: bytes, kind: type[R], ignore_unknown: bool = False) -> R:
     """The request in a body. Raises ApiError (400) that names the field which is wrong, unknown, or of no use here."""
     try:
-        decoded = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body, type=dict[str, Any])
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise ApiError(400, "the body must be a JSON object: {...}")
-    known = kind.__struct_fields__
-    fields = {name: value for name, value in decoded.items() if name in known}
+        raise ApiError(400, f"the body must be a JSON object: {error}") from error
+    fields = {name: value for name, value in decoded.items() if name in kind.__struct_fields__}
     for name in decoded.keys() - fields.keys():
-        check_stray(name, decoded[name], kind.__name__, ignore_unknown)
+        if name in HARMLESS or decoded[name] is None or decoded[name] in NEUTRAL.get(name, ()):
+            continue
+        if name in NEUTRAL:
+            instead = "say structured_outputs" if name.startswith("guided_") else "leave it out"
+            raise ApiError(400, f"{name} is not supported by this server: {instead}", name, "unsupported_parameter")
+        if not ignore_unknown:
+            what = kind.__name__.removesuffix("Request").lower()
+            raise ApiError(400, f"unknown field {name!r} in a {what} request: leave it out", name, "unknown_parameter")
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$.")
         param = re.split(r"[^\w]", path)[0] or None
         raise ApiError(400, f"{path.rstrip('`') or 'the request'}: {message}", param) from error
-
-
-def check_stray(name: str, value: Any, kind: str, ignore_unknown: bool) -> None:
-    """Raise ApiError for a field that the request does not have, unless it asks for nothing."""
-    if name in HARMLESS or value is None:
-        return
-    if name in NEUTRAL:
-        if value not in NEUTRAL[name]:
-            instead = "say structured_outputs" if name.startswith("guided_") else "leave it out"
-            raise ApiError(400, f"{name} is not supported by this server: {instead}", name, "unsupported_parameter")
-    elif not ignore_unknown:
-        what = kind.removesuffix("Request").lower()
-        raise ApiError(400, f"unknown field {name!r} in a {what} request: leave it out", name, "unknown_parameter")

@@ -7,7 +7,7 @@ import uuid
 from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,7 +22,6 @@ from folovllm.outputs import TokenLogprob
 Row = dict[int, TokenLogprob]
 DONE = b"data: [DONE]\n\n"
 MARK = "\0"  # in place of the text while a frame is made
-C = TypeVar("C")
 
 
 class Usage(msgspec.Struct):
@@ -119,58 +118,16 @@ class ChatDelta(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class ResponseBody(msgspec.Struct, Generic[C], omit_defaults=True):
+class ResponseBody(msgspec.Struct, omit_defaults=True):
     """A response, or one chunk of a stream."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[C]
+    choices: list[Any]
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None  # of a chat
-
-
-CompletionResponse = ResponseBody[CompletionChoice]
-ChatResponse, ChatChunk = ResponseBody[ChatChoice], ResponseBody[ChatDelta]
-
-
-class ModelCard(msgspec.Struct):
-    """A name of the model."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct):
-    """All its names."""
-
-    object: str
-    data: list[ModelCard]
-
-
-class Tokens(msgspec.Struct, omit_defaults=True):
-    """What `/tokenize` answers."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(msgspec.Struct):
-    """What `/detokenize` answers."""
-
-    prompt: str
-
-
-class Version(msgspec.Struct):
-    """What `/version` answers."""
-
-    version: str
 
 
 def tokenizer_info(tokenizer: Any) -> dict[str, Any]:
@@ -268,7 +225,7 @@ class CompletionWriter:
     def _event(self, choices: list[Any], usage: Usage | None) -> bytes:
         return event(msgspec.json.encode(self._body(self.CHUNK, choices, usage)))
 
-    def _body(self, kind: str, choices: list[Any], usage: Usage | None) -> ResponseBody[Any]:
+    def _body(self, kind: str, choices: list[Any], usage: Usage | None) -> ResponseBody:
         return ResponseBody(self.id, kind, self._created, self._model, choices, usage)
 
     def usage(self) -> Usage:
@@ -346,7 +303,7 @@ class ChatWriter(CompletionWriter):
         self._readers: defaultdict[int, MessageReader] = defaultdict(make_reader)
         self._has_frames = make_reader is MessageReader
 
-    def _body(self, kind: str, choices: list[Any], usage: Usage | None) -> ResponseBody[Any]:
+    def _body(self, kind: str, choices: list[Any], usage: Usage | None) -> ResponseBody:
         answer = super()._body(kind, choices, usage)
         if self._shows_prompt:  # then it is a whole response
             answer.prompt_logprobs = shown_prompt(self.requests[0])

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from folovllm.electives.server.async_engine import AsyncEngine
-from folovllm.electives.server.errors import as_api_error
+from folovllm.electives.server.http import as_api_error
 from folovllm.electives.server.protocol import StreamOptions
 from folovllm.electives.server.replies import DONE, CompletionWriter, event
 from folovllm.electives.server.sse import EventStream, unless_gone

@@ -56,15 +56,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send(send, with_body=scope["method"] != "HEAD"))
+            await unless_gone(receive, self._send(send))
         except ClientDisconnect:
             return
         finally:
             self._close()  # here too, for a generator that was never begun ends nothing
 
-    async def _send(self, send: Send, with_body: bool) -> None:
+    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": list(self.HEADERS)})
-        if with_body:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from tempfile import TemporaryFile
 
 from folovllm.config import EngineConfig
 from folovllm.distributed.children import import_path, python_command
@@ -32,9 +33,7 @@ class EngineClient(asyncio.Protocol, ABC):
     A subclass says what runs at the other end.
     """
 
-    def __init__(self) -> None:
-        self._writer: asyncio.WriteTransport | None = None
-        self._frames = msg.Frames()
+    _writer: asyncio.WriteTransport | None = None
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
         """Start the engine. `deliver` is called in the event loop with each of its messages; the first is `Ready` or a `Failure`."""
@@ -42,12 +41,12 @@ class EngineClient(asyncio.Protocol, ABC):
         for end in (here, there):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         try:
-            self._launch(config, here, there)
+            self._launch(config, there)
         except BaseException:
             here.close()
             there.close()
             raise
-        self._deliver = deliver
+        self._deliver, self._frames = deliver, msg.Frames()
         self._writer, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
 
     def data_received(self, data: bytes) -> None:
@@ -61,7 +60,7 @@ class EngineClient(asyncio.Protocol, ABC):
         ended.add_done_callback(lambda how: self._deliver(msg.Failure(how.result())))
 
     @abstractmethod
-    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
+    def _launch(self, config: EngineConfig, there: socket.socket) -> None:
         """Start the engine at the end `there`, which it closes when it ends."""
 
     @abstractmethod
@@ -84,12 +83,12 @@ class EngineClient(asyncio.Protocol, ABC):
 class ThreadEngineClient(EngineClient):
     """The engine in a thread of this process: for notebooks, CPUs and tests."""
 
-    def __init__(self, make_engine: MakeEngine = make_engine) -> None:
-        super().__init__()
-        self._make_engine = make_engine
-        self._thread: threading.Thread | None = None
+    _thread: threading.Thread | None = None
 
-    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
+    def __init__(self, make_engine: MakeEngine = make_engine) -> None:
+        self._make_engine = make_engine
+
+    def _launch(self, config: EngineConfig, there: socket.socket) -> None:
         self._thread = threading.Thread(target=self._run, args=[config, there], name="engine", daemon=True)
         self._thread.start()
 
@@ -113,28 +112,20 @@ class ThreadEngineClient(EngineClient):
 class ProcessEngineClient(EngineClient):
     """The engine in a process of its own: two Pythons, two cores."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._process: subprocess.Popen[bytes] | None = None
+    _process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """The engine's process."""
-        return None if self._process is None else self._process.pid
-
-    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
-        """The first message is the configuration. Raises ValueError if it cannot be sent, with a proposer of the user's in it say."""
+    def _launch(self, config: EngineConfig, there: socket.socket) -> None:
+        """Raises ValueError if the configuration cannot be sent, with a proposer of the user's in it say."""
         try:
-            first = msg.frame(pickle.dumps(config))
+            written = pickle.dumps(config)
         except Exception as error:
             raise ValueError(f"{msg.NOT_SENT} ({error})") from error
         command = [*python_command("folovllm.electives.server.engine_process"), str(there.fileno())]
         environment = os.environ | {"PYTHONPATH": import_path()}
-        with there:
-            self._process = subprocess.Popen(
-                command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
-            )
-        here.sendall(first)
+        with there, TemporaryFile() as stdin:
+            stdin.write(written)
+            stdin.seek(0)
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[there.fileno()], stdin=stdin)
 
     def _wait(self) -> str:
         """What does not end within `GRACE` is killed."""

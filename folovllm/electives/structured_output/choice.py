@@ -53,19 +53,9 @@ class Choices:
         self.mask = lru_cache(MOST_MASKS)(self._mask)
 
     def begin_with(self, so_far: bytes) -> Sequence[bytes]:
-        """Those of the choices that begin with these bytes, found without a look at the others."""
+        """Those of the choices that begin with these bytes, the shortest first; found without a look at the others."""
         first = bisect_left(self._sorted, so_far)
         return self._sorted[first : bisect_left(self._sorted, so_far + NO_TEXT, first)]
-
-    def has(self, so_far: bytes) -> bool:
-        """Whether this is one of the choices."""
-        first = bisect_left(self._sorted, so_far)
-        return self._sorted[first : first + 1] == [so_far]
-
-    def can_become(self, so_far: bytes) -> bool:
-        """Whether one of the choices begins with these bytes."""
-        first = bisect_left(self._sorted, so_far)
-        return first < len(self._sorted) and self._sorted[first].startswith(so_far)
 
     def _mask(self, so_far: bytes, width: int) -> Bitmask:
         """The mask [width] of an answer that is `so_far`."""
@@ -85,8 +75,8 @@ class ChoiceGrammar(Grammar):
         words[:] = self._choices.mask(self._so_far, len(words))
 
     def is_accepting(self) -> bool:
-        return self._choices.has(self._so_far)
+        return self._so_far in self._choices.begin_with(self._so_far)[:1]
 
     def accept_token(self, token_id: int) -> bool:
         self._so_far += self._choices.vocabulary.bytes_of.get(token_id, NO_TEXT)
-        return self._choices.can_become(self._so_far)
+        return bool(self._choices.begin_with(self._so_far))

@@ -103,15 +103,13 @@ class GrammarChecker:
             return self._line
         self.close()
         tokenizer, vocab_size, end_ids = self._setting
-        setting_of_all = self._limits, guidance.tokenizer_json(tokenizer), vocab_size, end_ids
         line, there = socket.socketpair()
         with there, tempfile.TemporaryFile() as setting:
-            pickle.dump(setting_of_all, setting)
-            setting.flush()
-            fds = (there.fileno(), setting.fileno())
-            command = python_command("folovllm.electives.structured_output.grammar_check", *map(str, fds))
+            pickle.dump((self._limits, guidance.tokenizer_json(tokenizer), vocab_size, end_ids), setting)
+            setting.seek(0)
+            command = python_command("folovllm.electives.structured_output.grammar_check", str(there.fileno()))
             environment = dict(os.environ) | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[there.fileno()], stdin=setting)
         self._line = line
         return line
 
@@ -128,14 +126,12 @@ class GrammarChecker:
 def main() -> None:
     """Check the grammars that come through sockets, which come through the socket of the first argument, until it is closed.
 
-    The second argument is the number of a file that says what is needed for all of them.
+    What is needed for all of them comes through stdin.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended: its socket says it
     os.nice(5)
-    with os.fdopen(int(sys.argv[2]), "rb") as setting:
-        setting.seek(0)
-        limits, *described = pickle.load(setting)
+    limits, *described = pickle.load(sys.stdin.buffer)
     try:
         tokenizer = guidance.make_tokenizer(*described)
     except ValueError as error:  # which every client is told

@@ -100,21 +100,20 @@ class StructuredOutputManager:
         Raises:
             ValueError: the grammar is none, cannot be kept, or needs what is not installed.
         """
-        first = seqs[0]
-        asked = first.params.structured_outputs
-        if asked is None:
+        first, params = seqs[0], seqs[0].params
+        if (asked := params.structured_outputs) is None:
             return
-        end_ids = sorted({*first.eos_token_ids, *first.params.stop_token_ids})
+        end_ids = sorted({*first.eos_token_ids, *params.stop_token_ids})
         if not end_ids:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
-        prefix = None if asked.after is None else copy(self._prefix(asked.after.encode()))
         model_end_ids = sorted(first.eos_token_ids) or end_ids
-        grammar = self._grammar(asked, end_ids, model_end_ids)
-        params = first.params
-        allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
-        least = params.min_tokens
         matcher = GrammarMatcher(
-            grammar, end_ids, model_end_ids=model_end_ids, min_tokens=least, allowed=allowed, prefix=prefix
+            self._grammar(asked, end_ids, model_end_ids),
+            end_ids,
+            model_end_ids=model_end_ids,
+            min_tokens=params.min_tokens,
+            allowed=None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size),
+            prefix=None if asked.after is None else copy(self._prefix(asked.after.encode())),
         )
         for seq in seqs:
             self._matchers[seq] = matcher if seq is first else matcher.copy()
@@ -181,18 +180,16 @@ class StructuredOutputManager:
 
         What may be sampled beside and behind them is found out later, while the device computes (`bitmasks`).
         """
-        matcher = self._matchers.get(seq)
-        if matcher is not None:
+        if (matcher := self._matchers.get(seq)) is not None:
             num_allowed = 0
             with alone(seq, matcher):
                 num_allowed = matcher.num_allowed(draft)
-            return draft[:num_allowed]
+            draft = draft[:num_allowed]
         return draft
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         """At most so many tokens that come next in an answer because its grammar leaves no choice."""
-        matcher = self._matchers.get(seq)
-        if matcher is not None:
+        if (matcher := self._matchers.get(seq)) is not None:
             with alone(seq, matcher):
                 return matcher.forced()[:most]
         return []
