@@ -104,7 +104,7 @@ FLAGS: dict[str, tuple[str, list[Any]]] = {
     "served_model_name": ("give printable", [[""], [" x"], ["a", "b\n"]]),
     "cors_origin": (
         "give one as",
-        [[x] for x in ("page.test", "", "http://a/", "https://", "http://é")],
+        [[x] for x in ("page.test", "", "http://a/", "https://", "ftp://x", "file://x", "http://é", "http://a:65536")],
     ),
     "port": ("between 0 and 65535", [70_000]),
     "max_queued_requests": ("at least 1", [0]),
@@ -125,9 +125,10 @@ def test_flags_out_of_range_or_that_could_match_nothing(flag: str) -> None:
 
 
 def test_flags_as_they_may_be() -> None:
-    origins = ["*", "null", "HTTP://Page:80", "chrome-extension://x"]
+    origins = ["*", "null", "HTTP://page:80", "https://page:80", "chrome-extension://x", "https://a:443"]
     config = ServerConfig(allowed_host=["*", "gpu-box", "a.b_c"], cors_origin=origins, api_key=["a b", "k"])
-    assert config.cors_origin == ["*", "null", "http://page:80", "chrome-extension://x"]
+    # a browser leaves the usual port out
+    assert config.cors_origin[2:] == ["http://page", "https://page:80", "chrome-extension://x", "https://a"]
 
 
 def test_a_histogram_counts_what_is_at_most_a_bound() -> None:

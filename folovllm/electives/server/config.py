@@ -12,7 +12,10 @@ from folovllm.electives.structured_output.params import GrammarLimits
 ROLES = ("prefill", "decode")
 HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
 NO_NAME = "is no name: give one as page.example, without http:// and port"
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(?:(?![/?#@])[!-~])+", re.ASCII | re.IGNORECASE)
+ORIGIN = re.compile(  # pages of other schemes have none
+    r"\*|null|(?!(?:ftp|wss?|file|data|blob|about|javascript):)[a-z][a-z0-9+.-]*://(?:(?![/?#@])[!-~])+",
+    re.ASCII | re.IGNORECASE,
+)
 TEXTS = {  # printable texts that can match something, and what is said of others
     "api_key": (re.compile(r"[!-~]([ -~]*[!-~])?"), "can come in no header: give printable ASCII, no space around it"),
     "served_model_name": (re.compile(r"\S(.*\S)?"), "cannot be asked for: give printable characters, no space around"),
@@ -100,4 +103,11 @@ class ServerConfig:
             for text in getattr(self, field_name):
                 if not pattern.fullmatch(text) or not text.isprintable():
                     raise ValueError(f"{field_name} {text!r} {wrong}")
-        self.cors_origin = [origin.lower() for origin in self.cors_origin]  # as browsers write it
+        for origin in self.cors_origin:
+            if (port := re.search(r":(\d+)$", origin)) and int(port[1][:6]) > 65535:
+                raise ValueError(
+                    f"cors_origin {origin!r} is no origin: give one as https://page.example:8443, up to 65535"
+                )
+        self.cors_origin = [  # as browsers write it
+            re.sub(r"^(http://.+):80$|^(https://.+):443$", r"\1\2", origin.lower()) for origin in self.cors_origin
+        ]
