@@ -21,7 +21,7 @@ shapes = st.lists(st.integers(1, 999)).map(tuple)
 layouts = st.builds(wire.Layout, st.binary(), hashes, st.text(), shapes, hashes)
 messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(wire.PrefillRequest, layouts, st.binary(), hashes, st.none() | st.text()),
-    st.builds(wire.Blocks, layouts, hashes, hashes, st.binary(), st.binary(), segments),
+    st.builds(wire.Blocks, st.binary(), st.binary(), segments),
     st.builds(wire.Reply, st.sampled_from(["bytes", "next"])),
     st.builds(wire.Refusal, st.text()),
     st.just(wire.Done()),
@@ -145,22 +145,21 @@ def test_layouts_differ_in_a_sentence() -> None:
             LAYOUT.require_same(msgspec.structs.replace(LAYOUT, **{name: value}))
 
 
-TOKENS = bytes(range(64))
-SOUND = wire.Blocks(LAYOUT, 1, 3, TOKENS[16:48], b"", wire.SegmentRef("", b""))
+def test_blocks_are_those_that_were_asked_for() -> None:
+    """Blocks 1 and 2 of four, of 16 bytes of tokens each; no others, not half of one, none, or more than fit in memory."""
+    tokens = bytes(range(64))
+    request = wire.PrefillRequest(LAYOUT, tokens, 1, None)
 
+    def end_of(token_ids: bytes, request: wire.PrefillRequest = request) -> int:
+        return request.end_of(wire.Blocks(token_ids, b"", wire.SegmentRef("", b"")), 1)
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"first": 2}, {"end": 2}, {"end": 1}, {"end": 0}, {"token_ids": TOKENS[:32]}, {"end": 5}, {"end": 2**62},
-        {"layout": msgspec.structs.replace(LAYOUT, model=b"o")},
-    ],
-)  # fmt: skip
-def test_blocks_are_those_that_were_asked_for(changes: dict[str, Any]) -> None:
-    request = wire.PrefillRequest(LAYOUT, TOKENS, 1, None)
-    SOUND.require_answer(request, 1)
-    with pytest.raises(wire.WireError):
-        msgspec.structs.replace(SOUND, **changes).require_answer(request, 1)
+    assert (end_of(tokens[16:32]), end_of(tokens[16:48])) == (2, 3)
+    for other in (b"", tokens[:32], tokens[16:40], tokens[32:64], tokens[16:] + bytes(16)):
+        with pytest.raises(wire.WireError, match="other blocks"):
+            end_of(other)
+    large = msgspec.structs.replace(LAYOUT, ranks=wire.MOST_BYTES // LAYOUT.block_bytes)
+    with pytest.raises(wire.WireError, match="sends 2 blocks"):
+        end_of(tokens[16:48], msgspec.structs.replace(request, layout=large))
 
 
 def test_memory_is_shared_only_as_it_was_offered() -> None:

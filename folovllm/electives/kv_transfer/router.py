@@ -12,23 +12,18 @@ import time
 from dataclasses import dataclass
 
 import httpx
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from folovllm.electives.kv_transfer.wire import unless
 
 logger = logging.getLogger("folovllm")
-# Headers of one connection alone.
-HOP = b"connection keep-alive te trailer transfer-encoding upgrade proxy-connection".split()
-METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]  # HEAD comes with GET
+# Headers of one connection alone, by which each side says how long a body is, too.
+HOP = b"connection keep-alive te trailer transfer-encoding upgrade proxy-connection content-length".split()
 MOST_BODY = 64 << 20  # bytes; servers have a limit of their own
 CONNECT = 5.0  # seconds
-NOT_MODIFIED, CLIENT_GONE, UNAVAILABLE = 304, 499, 503
-# Of an answer. With 503 an engine has ended, sleeps or drains; HTTP has no others.
-STATUSES = {*range(200, 600)} - {UNAVAILABLE}
+UNAVAILABLE = 503  # of a server whose engine has ended, sleeps or drains
 PAUSE = 2.0  # seconds for which a server that failed comes last
 
 
@@ -55,76 +50,61 @@ class Router:
         self.servers = [Server(url.rstrip("/"), i >= len(decode)) for i, url in enumerate(decode + prefill)]
         timeout, limits = httpx.Timeout(None, connect=CONNECT), httpx.Limits(max_connections=None)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, transport=transport, trust_env=False)
-        self.app = Starlette(routes=[Route("/{path:path}", self.route, methods=METHODS)])
 
-    async def route(self, request: Request) -> Response:
-        """Forward a request to the first server that answers."""
-        body = bytearray()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request to the first server that answers, and its answer back. The client's end ends it at the server."""
+        request, body = Request(scope, receive), bytearray()
         try:
             async for part in request.stream():
                 body += part
                 if len(body) > MOST_BODY:
-                    return refusal(413, f"the body is longer than {MOST_BODY} bytes")
-            return await unless(disconnected(request), self._first_answer(request, bytes(body)))
+                    return await refusal(413, f"the body is longer than {MOST_BODY} bytes")(scope, receive, send)
+            failures = await unless(disconnected(receive), self._forward(request, bytes(body), send))
         except (ClientDisconnect, EOFError):
-            return Response(status_code=CLIENT_GONE)
-        except (httpx.LocalProtocolError, httpx.InvalidURL) as error:  # the client's fault, and no server's
-            return refusal(400, f"the request cannot be forwarded: {error}")
+            return
+        if failures:
+            await refusal(UNAVAILABLE, f"no server answers; {'; '.join(failures)}")(scope, receive, send)
 
-    async def _first_answer(self, request: Request, body: bytes) -> Response:
-        why = ""
+    async def _forward(self, request: Request, body: bytes, send: Send) -> list[str]:
+        """Returns how each server failed, and nothing if one has answered."""
+        failures, has_begun = list[str](), False
+        headers = [
+            pair for pair in request.headers.raw if pair[0] not in HOP
+        ]  # Host, too: a server decides who may ask
+        query = b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
+        path = (request.scope["raw_path"] + query).decode("latin-1")
         for server in sorted(self.servers, key=Server.rank):
             server.num_open += 1
             try:
-                answer = await self._client.send(self._forwarded(server, request, body), stream=True)
-                if answer.status_code in STATUSES:
-                    return ForwardedAnswer(server, answer)
-                await answer.aclose()
-                raise httpx.TransportError(f"status {answer.status_code}")
-            except httpx.LocalProtocolError:
-                raise
+                url = server.url + path
+                async with self._client.stream(request.method, url, headers=headers, content=body) as answer:
+                    if answer.status_code == UNAVAILABLE:
+                        raise httpx.TransportError(f"status {UNAVAILABLE}")
+                    passed = [pair for pair in answer.headers.raw if pair[0].lower() not in HOP]
+                    await send({"type": "http.response.start", "status": answer.status_code, "headers": passed})
+                    has_begun = True
+                    async for part in answer.aiter_raw():
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send({"type": "http.response.body"})
+                    return []
             except httpx.TransportError as error:
-                server.failed_at, why = time.monotonic(), f"{why}; {server.url}: {error or type(error).__name__}"
+                if has_begun:  # the client's connection ends without the answer's end
+                    logger.warning("%s broke an answer off: %s", server.url, error)
+                    return []
+                server.failed_at = time.monotonic()
+                failures.append(f"{server.url}: {error or type(error).__name__}")
             finally:
                 server.num_open -= 1
-        return refusal(UNAVAILABLE, f"no server answers{why}")
-
-    def _forwarded(self, server: Server, request: Request, body: bytes) -> httpx.Request:
-        """The request as it came, its Host header too: the server behind decides who may ask."""
-        headers = [(name, value) for name, value in request.headers.raw if name not in [*HOP, b"content-length"]]
-        path = request.scope["raw_path"].decode("latin-1")
-        query = f"?{request.url.query}" if request.url.query else ""
-        return self._client.build_request(request.method, server.url + path + query, headers=headers, content=body)
+        return failures
 
 
-class ForwardedAnswer(StreamingResponse):
-    """A server's answer, which counts as open until all of it is forwarded, or nobody reads it any more."""
-
-    def __init__(self, server: Server, answer: httpx.Response) -> None:
-        super().__init__(answer.aiter_raw(), answer.status_code)
-        dropped = [*HOP, b"content-length"] if answer.status_code == NOT_MODIFIED else HOP  # of a body that never comes
-        self.raw_headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in dropped]
-        self._server, self._answer = server, answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward it. Its end here ends it at the server."""
-        self._server.num_open += 1
-        try:
-            await super().__call__(scope, receive, send)
-        except httpx.TransportError as error:  # the client's connection ends without the answer's end
-            logger.warning("%s broke an answer off: %s", self._server.url, error)
-        finally:
-            self._server.num_open -= 1
-            await self._answer.aclose()
-
-
-async def disconnected(request: Request) -> None:
+async def disconnected(receive: Receive) -> None:
     """Wait until the client has left. Its body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def refusal(status: int, message: str) -> Response:
+def refusal(status: int, message: str) -> JSONResponse:
     """An error as OpenAI's API has it."""
     kind, code = ("server_error", "no_server") if status == UNAVAILABLE else ("invalid_request_error", None)
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
