@@ -35,8 +35,6 @@ def parts(setup: EngineSetup, by_time: bool) -> Iterator[bytes]:
     yield json.dumps(fields, sort_keys=True, default=str).encode()
     numeric = [str(config.extras.get(name)) for name in NUMERIC]
     yield json.dumps([config.tensor_parallel_size, setup.max_model_len, *numeric]).encode()
-    if (file := path / "config.json").is_file():
-        yield file.read_bytes()
     if config.random_weights:
         yield f"random weights {config.seed} {setup.device.type}".encode()
         return

@@ -215,26 +215,19 @@ class OffloadConnector(KVConnector):
 
     def _keep(self, evicted: list[tuple[int, int, bytes]]) -> None:
         """Give blocks that the ranks have gathered a place in host memory, those that have none, and on disk."""
-        has_files = self._folder is not None and not self._version()
-        kept: dict[int, int] = {}  # by slot: of two blocks for one slot, the later stays
-        count = 0
+        numbers = [NOT_KEPT] * len(evicted)  # of two blocks for one slot, the later is copied last
         for i, (_, hash_, token_ids) in enumerate(evicted):
             if (slot := self._host.get(hash_)) is not None:
                 self._host.move_to_end(hash_)
             elif (slot := self._put(hash_, token_ids)) is not None:
-                kept[slot.number] = i
-                count += 1
+                numbers[i] = slot.number
             else:
                 self._report("lost", "device", 1)
                 continue
-            if has_files:
-                self._write(slot)
-        self._report("offloaded", "host", count)
-        numbers = [NOT_KEPT] * len(evicted)
-        for number, i in kept.items():
-            numbers[i] = number
-        self._executor.collective_rpc(on_store, "save", numbers, self._writes)
-        self._writes = []
+            self._write(slot)
+        self._report("offloaded", "host", len(numbers) - numbers.count(NOT_KEPT))
+        writes, self._writes = self._writes, []
+        self._executor.collective_rpc(on_store, "save", numbers, writes)
 
     def _report(self, what: str, place: str, count: int, seq_id: int = -1) -> None:
         if count and self.events.on:
@@ -288,27 +281,24 @@ class OffloadConnector(KVConnector):
     # --- the disk ---
 
     def _write(self, slot: Slot) -> None:
-        """Have a block written that has no file, if the disk keeps up."""
+        """Have a block written that has no file, if there is a folder and the disk keeps up. Later weights have no files."""
         assert slot.hash is not None
+        if self._folder is None or self._version() or len(self._writing) >= MOST_WRITES:
+            return
         key = self._key(slot.hash)
-        if key not in self._writing and len(self._writing) < MOST_WRITES and not self._has_file(slot.hash):
+        if key not in self._writing and not self._has_file(slot.hash):
             self._host.hold(slot)
             self._writing[key] = slot
             self._writes.append(BlockFile(slot.number, key, slot.token_ids))
 
     def _flush(self, deadline: float) -> None:
         """Write what has no file: of host memory, then of the device. Some at a time, for a block that is written holds its slot."""
-        blocks: list[Slot | Block] = [
-            *self._host.values(),
-            *(block for block in self._kv.blocks if block.hash is not None),
-        ]
-        for i in range(0, len(blocks), MOST_WRITES):
-            for block in blocks[i : i + MOST_WRITES]:
-                if isinstance(block, Slot):
-                    self._write(block)
-                else:
-                    self.block_evicted(block)
-            self._settle(deadline)
+        cached = [block for block in self._kv.blocks if block.hash is not None]
+        for blocks, begin in ((list(self._host.values()), self._write), (cached, self.block_evicted)):
+            for i in range(0, len(blocks), MOST_WRITES):
+                for block in blocks[i : i + MOST_WRITES]:
+                    begin(block)  # type: ignore[operator]
+                self._settle(deadline)
 
     def _settle(self, deadline: float) -> None:
         """Send what is planned, and wait until all of it is written."""
