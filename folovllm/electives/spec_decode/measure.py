@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from folovllm.electives.spec_decode.verify import max_samples
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
-from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, TokenIds
 
 CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3
@@ -33,9 +33,10 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     )
     widths = [1 << i for i in range(widest.bit_length())]
     steps = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
+    steps = [lengths for lengths in steps if len(lengths) <= setup.max_num_seqs]
     timer = Timer(executor, setup, most)
-    seconds = timer.curve([lengths for lengths in steps if len(lengths) <= setup.max_num_seqs])
-    wait = max(0.0, seconds[0] - timer.seconds([1], timer.overlapped))
+    seconds = timer.curve(steps)
+    wait = max(0.0, seconds[0] - timer.overlapped())
     idle = 0.0 if setup.device.type == "cpu" else GPU_IDLE
     return StepCost(Curve(widths[: len(seconds)], [each - wait for each in seconds]), wait + idle)
 
@@ -75,59 +76,60 @@ class Timer:
         for lengths in steps:
             if len(found) >= 2 and self._clock() > end:
                 break
-            found.append(max([self.seconds(lengths, self.waited), *found[-1:]]))  # more tokens are never cheaper
+            step = self._admitted(lengths)
+            seconds = self._fastest(lambda step=step: self._executor.execute_model(step))  # type: ignore[misc]
+            found.append(max([seconds, *found[-1:]]))  # more tokens are never cheaper
         return found
 
-    def seconds(self, lengths: list[int], seconds_of: Callable[[SchedulerOutput], float]) -> float:
-        """Return the fastest of `ROUNDS` rounds by `seconds_of`. The round before them is not timed, since it allocates memory."""
-        self._executor.execute_model(
-            SchedulerOutput(tuple(self._scheduled_seqs([1] * len(lengths), SamplingSpec(temperature=0))))
-        )
-        output = SchedulerOutput(tuple(self._scheduled_seqs(lengths, None)))
-        self._executor.execute_model(output)
-        return min(seconds_of(output) for _ in range(ROUNDS))
+    def overlapped(self) -> float:
+        """Return the seconds of a step of one token when each is submitted before the host has the token of the one before."""
+        step = self._admitted([1])
+
+        def run() -> None:
+            before = self._executor.submit(step)
+            for _ in range(ROUNDS):
+                after = self._executor.submit(step)
+                before.wait()
+                before = after
+            before.wait()
+
+        return self._fastest(run) / (1 + ROUNDS)
 
     def drafting(self, proposer: Proposer, k: int) -> float:
-        """Return the seconds to draft `k` tokens and verify them: the fastest of `ROUNDS` rounds, after one that is not timed."""
+        """Return the seconds to draft `k` tokens and verify them."""
         text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
         state = RowState(-1, text, len(text), SamplingSpec(temperature=0))
-        self._executor.execute_model(SchedulerOutput(tuple(self._scheduled_seqs([1], state.sampling))))
+        self._admitted([1])
         proposer.admit(state)
 
-        def seconds() -> float:
-            start = self._clock()
+        def run() -> None:
             tokens = np.array([0, *proposer.propose_all([state], [k])[0]], np.int32)
-            scheduled = ScheduledSequence(
-                -1, 0, self._start, self._start + len(tokens), tokens, (), len(self._blocks), len(tokens), None
-            )
+            scheduled = self._scheduled(0, tokens, None)
             self._executor.execute_model(SchedulerOutput((scheduled,)))
-            return self._clock() - start
 
-        found = [seconds() for _ in range(1 + ROUNDS)]
+        seconds = self._fastest(run)
         proposer.finish(state.seq_id)
-        return min(found[1:])
+        return seconds
 
-    def waited(self, output: SchedulerOutput) -> float:
-        """Return the seconds of a step that the host waits for."""
-        start = self._clock()
-        self._executor.execute_model(output)
-        return self._clock() - start
+    def _fastest(self, run: Callable[[], object]) -> float:
+        """Return the seconds of the fastest of `ROUNDS` rounds. The round before them is not timed, since it allocates memory."""
+        times = [self._clock()]
+        for _ in range(1 + ROUNDS):
+            run()
+            times.append(self._clock())
+        return float(min(np.diff(times)[1:]))
 
-    def overlapped(self, output: SchedulerOutput) -> float:
-        """Return the seconds of a step when each is submitted before the host has the tokens of the one before."""
-        start = self._clock()
-        before = self._executor.submit(output)
-        for _ in range(ROUNDS):
-            after = self._executor.submit(output)
-            before.wait()
-            before = after
-        before.wait()
-        return (self._clock() - start) / (1 + ROUNDS)
+    def _admitted(self, lengths: list[int]) -> SchedulerOutput:
+        """Return a step of sequences with so many new tokens each, once the executor knows them."""
+        spec, token = SamplingSpec(temperature=0), np.zeros(1, np.int32)
+        new = tuple(self._scheduled(row, token, spec) for row in range(len(lengths)))
+        self._executor.execute_model(SchedulerOutput(new))
+        return SchedulerOutput(
+            tuple(self._scheduled(row, np.zeros(n, np.int32), None) for row, n in enumerate(lengths))
+        )
 
-    def _scheduled_seqs(self, lengths: list[int], sampling: SamplingSpec | None) -> Iterator[ScheduledSequence]:
-        """Yield a sequence for each of `lengths`, its new tokens, each of which is sampled after. `sampling`: of new sequences."""
+    def _scheduled(self, row: int, tokens: TokenIds, sampling: SamplingSpec | None) -> ScheduledSequence:
+        """Return a sequence that samples behind each of its new tokens. `sampling`: of one that the executor does not know yet."""
         blocks, first = ((), len(self._blocks)) if sampling is None else (self._blocks, 0)
-        for row, n in enumerate(lengths):
-            yield ScheduledSequence(
-                -1 - row, row, self._start, self._start + n, np.zeros(n, np.int32), blocks, first, n, sampling
-            )
+        end = self._start + len(tokens)
+        return ScheduledSequence(-1 - row, row, self._start, end, tokens, blocks, first, len(tokens), sampling)

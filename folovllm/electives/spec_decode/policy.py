@@ -39,10 +39,10 @@ class LengthPolicy(ABC):
     def observe_drafting(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
         """Record the proposer's seconds for a step of `num_seqs` sequences, each with a draft of at most `longest` tokens."""
 
-    def observe_steps(self, num_seqs: int, seconds: float, has_drafts: bool) -> None:
-        """Record the seconds of a step of `num_seqs` sequences: a step with drafts, or the average of several without.
+    def observe_steps(self, num_seqs: int, seconds: float, num_plain: int, has_drafts: bool) -> None:
+        """Record the seconds of `num_plain` steps of `num_seqs` sequences and, if it has drafts, of one more behind them.
 
-        Called after `observe` for all drafts of the step. Steps that also compute prompts are left out.
+        Called after `observe` for all drafts of the step.
         """
 
     def forget(self, seq_id: int) -> None:
@@ -99,12 +99,11 @@ TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # where a draft model or a head begins
 class AdaptiveLength(LengthPolicy):
     """Drafts as many tokens as pay, for each sequence; where drafts have cost time it backs off.
 
-    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. The policy adds up
-    the seconds that drafts cost, less those that accepted tokens save: the loss. If no sequence gets a draft, or the loss exceeds
-    `SLACK`, there are no drafts for `BACK_OFF` times the loss (a *rest*). So drafts that do not pay take about 1% of the time,
-    even if the averages are wrong. After a rest it decides again. If that gives no drafts, one sequence gets a few, as a probe.
-    If probes of a draft model or a head lose time again and again, each rest is twice as long as the last, up to
-    `MAX_DOUBLINGS` times.
+    `best_draft_lengths` decides from the acceptance averages and `cost`, which was measured at the start; a decision holds for some
+    steps. The policy adds up the seconds that drafts cost, less those that accepted tokens save: the loss. If no sequence gets a
+    draft, or the loss exceeds `SLACK`, there are no drafts for `BACK_OFF` times the loss (a *rest*). So drafts that do not pay
+    take about 0.5% of the time, even if the averages are wrong. After a rest it decides again. If that gives no drafts, one sequence
+    gets a few, as a probe.
 
     Plain steps are timed in rests, and accepted tokens save plain steps. So a short rest comes before the first drafts of each
     size of batch, and again after `TIMED_EACH` decisions.
@@ -117,8 +116,7 @@ class AdaptiveLength(LengthPolicy):
     PROBE = 4  # draft tokens of a probe
     PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
     TIMED_EACH = 128  # decisions until plain steps are timed again
-    BACK_OFF = 100
-    MAX_DOUBLINGS = 3
+    BACK_OFF = 200
     OUTLIER = 8  # times the expected seconds: the rest of a longer step had another cause
     SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
     SLACK = 8  # plain steps: the loss that leads to a rest, and the most that is kept of a gain
@@ -126,46 +124,34 @@ class AdaptiveLength(LengthPolicy):
     def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
         """`most`: draft tokens for a sequence in a step. `first`: `UNKNOWN` for a lookup, `TRUSTED` for a draft model or a head."""
         self.cost, self.most, self.rest = cost, most, 0
-        self._is_lookup = first is UNKNOWN  # its time is averaged; that of a draft model or a head was measured
         self._common = replace(first)
         self._by_seq: dict[int, Acceptance] = {}  # by seq_id
         self._decided: dict[int, int] = {}  # by seq_id
-        self._hold = 0  # steps that the decision still holds
+        self._hold = self._num_decisions = 0  # steps that the decision still holds
         self._lost = 0.0  # seconds; negative: a gain
         self._saved_by_token = 0.0  # seconds that an accepted token of the coming step saves
         self._expected = 0.0  # seconds of the coming step, if it has drafts
         self._plain_factor: dict[int, float] = {}  # seconds of plain steps over the curve's, by `num_seqs.bit_length()`
-        self._timed_until: dict[int, int] = {}  # the decision after which plain steps are timed again, likewise
-        self._num_decisions = 0
-        self._failed_rests = 0  # in a row: rests after a loss; always 0 for a lookup
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         """Return the lengths of the last decision while it holds, else decide anew."""
         self._hold -= 1
-        is_over_slack = self._lost > self.SLACK * self._plain(len(seq_ids))
+        plain, has_rested = self._plain(len(seq_ids)), self.rest > 0
+        is_over_slack = self._lost > self.SLACK * plain
         if self._hold >= 0 and not is_over_slack and self._decided.keys() >= set(seq_ids):
             return [self._decided[seq_id] for seq_id in seq_ids]
         hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
         lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
-        self._hold, self._num_decisions, has_rested = self.HOLD - 1, self._num_decisions + 1, self.rest > 0
-        is_untimed = self._num_decisions > self._timed_until.get(len(seq_ids).bit_length(), 0)
+        self._hold, self._num_decisions, self.rest = self.HOLD - 1, self._num_decisions + 1, 0
+        is_untimed = len(seq_ids).bit_length() not in self._plain_factor or self._num_decisions % self.TIMED_EACH == 0
         if not has_rested and (is_over_slack or is_untimed or not any(lengths)):
-            lengths = [0] * len(seq_ids)
-            self._rest(len(seq_ids))
-        else:
-            self.rest = 0
-            if not any(lengths) or self._num_decisions % self.PROBE_EACH == 0:
-                self._probe(lengths)
+            lengths, self._hold = [0] * len(seq_ids), 0
+            self.rest = int(max(self.SHORTEST, min(self.BACK_OFF * self._lost / plain, self.LONGEST)))
+            self._lost = min(self._lost, 0.0)
+        elif not any(lengths) or self._num_decisions % self.PROBE_EACH == 0:
+            self._probe(lengths)
         self._decided = dict(zip(seq_ids, lengths, strict=True))
         return lengths
-
-    def _rest(self, num_seqs: int) -> None:
-        """Set the length of the rest that begins, by the loss."""
-        self._timed_until[num_seqs.bit_length()] = self._num_decisions + self.TIMED_EACH
-        steps, self._hold = self.BACK_OFF * self._lost / self._plain(num_seqs), 0
-        steps *= 1 << min(self._failed_rests, self.MAX_DOUBLINGS)
-        self._failed_rests = self._failed_rests + 1 if self._lost > 0 and not self._is_lookup else 0
-        self.rest, self._lost = int(max(self.SHORTEST, min(steps, self.LONGEST))), min(self._lost, 0.0)
 
     def _probe(self, lengths: list[int]) -> None:
         """Give a few tokens to one sequence that has none in `lengths`, each time another. The decision holds for one step."""
@@ -191,22 +177,21 @@ class AdaptiveLength(LengthPolicy):
 
     def observe_drafting(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
         """Add to the loss what the step should take more than a plain one. A gain counts `SLACK` plain steps at most."""
-        plain = self._plain(num_seqs)
-        if self._is_lookup:  # capped, since the first lookup in a long text takes longer than later ones
-            self.cost.first_draft_token += 0.1 * (min(seconds, plain) - self.cost.first_draft_token)
-        else:
-            seconds = max(seconds, self.cost.of_drafting(longest))
-        verifying = self.cost.of_verifying(num_seqs + num_draft_tokens) - self.cost.of_plain(num_seqs)
-        more = seconds + (verifying if num_draft_tokens else 0.0)
+        plain, cost = self._plain(num_seqs), self.cost
+        verifying = (
+            cost.of_verifying(num_seqs + num_draft_tokens) - cost.of_plain(num_seqs) if num_draft_tokens else 0.0
+        )
+        more = max(seconds, cost.of_drafting(longest)) + verifying
         self._lost = max(self._lost, -self.SLACK * plain) + more
         self._saved_by_token, self._expected = plain / num_seqs, plain + more
 
-    def observe_steps(self, num_seqs: int, seconds: float, has_drafts: bool) -> None:
+    def observe_steps(self, num_seqs: int, seconds: float, num_plain: int, has_drafts: bool) -> None:
         """Correct the loss by what a step with drafts really took, the host's work included; or note what plain steps take."""
         if has_drafts:
+            seconds -= num_plain * self._plain(num_seqs)
             self._lost += min(seconds, self.OUTLIER * self._expected) - self._expected
-        else:
-            self._plain_factor[num_seqs.bit_length()] = seconds / self.cost.of_plain(num_seqs)
+        elif num_plain:
+            self._plain_factor[num_seqs.bit_length()] = seconds / num_plain / self.cost.of_plain(num_seqs)
 
     def _plain(self, num_seqs: int) -> float:
         """Return the seconds of a plain step: the curve's, corrected by timed steps."""

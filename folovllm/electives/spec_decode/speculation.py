@@ -15,7 +15,6 @@ from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SamplingSpec
 
 NO_ROOM = 64  # steps without drafts after a step that had no room for draft tokens
-SETTLE, TIMED = 2, 6  # in a rest: the steps until steps overlap again, and the steps that are timed then
 
 
 @dataclass(slots=True)
@@ -48,10 +47,10 @@ class DraftRules:
 
 
 class Timed(NamedTuple):
-    """Steps that are being timed."""
+    """A step with drafts, or the second of a rest: the time until `propose` is called again tells what it took."""
 
     seq_ids: frozenset[int]
-    number: int  # of the step after them
+    number: int  # of the first step whose tokens are not there
     start: float
     has_drafts: bool
 
@@ -81,7 +80,10 @@ class Speculation:
         self._admitted: dict[int, AdmittedSequence] = {}  # by seq_id
         self._rest_until = 0  # the step from which on the policy is asked; grammars may force tokens earlier
         self._timed: Timed | None = None
-        self._time_from = -1  # the step of a rest from which on steps are timed
+        self._seq_ids = frozenset[int]()  # that ran when `propose` was called last
+        self._time_from = (
+            -1
+        )  # the second step of a rest: the step in flight before its first one may have another width
         self._by_proposer: set[int] = set()  # seq_ids whose last draft came from the proposer, not from a grammar
 
     def propose(self, running: SequenceOf[Sequence], room: int, number: int) -> dict[int, list[int]]:
@@ -92,57 +94,40 @@ class Speculation:
         """
         self._by_proposer = set()
         now, seq_ids = self._clock(), frozenset(seq.seq_id for seq in running)
-        self._report_times(seq_ids, number, now)
+        is_overlapped = any(num_in_flight(seq) > 0 for seq in running)
+        self._report_time(seq_ids, number - is_overlapped, now)
+        has_new, self._seq_ids = not seq_ids <= self._seq_ids, seq_ids
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]
         if not seqs or room <= 0:
             self.propose_from = number + (NO_ROOM if seqs else 0)
             return {}
         constrained = [seq for seq in seqs if seq.params.structured_outputs is not None]
         drafts = self._by_policy(seqs, number) if number >= self._rest_until else {}
-        drafts = self._jump_forward(constrained, len(seqs), drafts)
         self.propose_from = number if constrained else self._rest_until
+        drafts = self._jump_forward(constrained, len(seqs), drafts)
         if not constrained and len(seqs) == len(running):
-            self._time_steps(seqs, Timed(seq_ids, number + 1, now, True), bool(drafts))
+            if number < self._time_from:
+                self.propose_from = self._time_from
+            elif number == self._time_from or (drafts and not (is_overlapped and has_new)):
+                self._timed = Timed(seq_ids, number - is_overlapped, now, bool(drafts))
         return drafts
 
-    def _time_steps(self, seqs: list[Sequence], step: Timed, has_drafts: bool) -> None:
-        """Begin to time this step if it has drafts, else, early in a rest, the next few steps. `propose` is called after them.
-
-        No step with drafts is timed while another is in flight, since it would wait for that one, too.
-        """
-        number = step.number - 1
-        if has_drafts:
-            self._timed = None if any(map(num_in_flight, seqs)) else step
-        elif number < self._time_from:
-            self.propose_from = min(self.propose_from, self._time_from)
-        elif number == self._time_from:
-            self._timed = step._replace(number=number + TIMED, has_drafts=False)
-            self.propose_from = min(self.propose_from, number + TIMED)
-
-    def _report_times(self, seq_ids: frozenset[int], number: int, now: float) -> None:
-        """Report the seconds of timed steps to the policy, unless sequences came, or half of them left."""
-        timed = self._timed
-        if timed is None or number < timed.number:
-            return
-        self._timed = None
-        if number == timed.number and seq_ids <= timed.seq_ids and 2 * len(seq_ids) > len(timed.seq_ids):
-            steps = 1 if timed.has_drafts else TIMED
-            self.policy.observe_steps(len(timed.seq_ids), (now - timed.start) / steps, timed.has_drafts)
+    def _report_time(self, seq_ids: frozenset[int], end: int, now: float) -> None:
+        """Report the seconds of the steps from `_timed` to `end - 1` to the policy, unless sequences came, or half of them left."""
+        timed, self._timed = self._timed, None
+        if timed is not None and seq_ids <= timed.seq_ids and 2 * len(seq_ids) > len(timed.seq_ids):
+            num_plain = end - timed.number - timed.has_drafts
+            self.policy.observe_steps(len(timed.seq_ids), now - timed.start, num_plain, timed.has_drafts)
 
     def _by_policy(self, seqs: list[Sequence], number: int) -> dict[int, list[int]]:
         """Ask the policy for lengths and the proposer for drafts. Return the drafts, as far as grammars allow them."""
         start = self._clock()
         lengths = self.policy.lengths([seq.seq_id for seq in seqs])
         if not any(lengths):
-            self._rest_until = number + 1 + self.policy.rest
-            self._time_from = number + SETTLE
+            self._rest_until, self._time_from = number + 1 + self.policy.rest, number + 1
             return {}
-        wanted = [
-            (seq, min(length + num_in_flight(seq), num_left(seq)))
-            for seq, length in zip(seqs, lengths, strict=True)
-            if length
-        ]
-        wanted = [(seq, k) for seq, k in wanted if k > num_in_flight(seq)]
+        most = [min(k + num_in_flight(seq), num_left(seq)) for seq, k in zip(seqs, lengths, strict=True)]
+        wanted = [(seq, k) for seq, k in zip(seqs, most, strict=True) if k > num_in_flight(seq)]
         if not wanted:
             return {}
         ks = [k for _, k in wanted]
