@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from folovllm.electives.kv_transfer import decode, segment, wire
-from folovllm.electives.kv_transfer.rank_cache import runner_of
+from folovllm.electives.kv_transfer.rank_cache import cache_of
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.sampling_params import SamplingParams
 from tests.x7.pair import GREEDY, PROMPTS, SEEDED, TEXT, Between, Pair, pair
@@ -100,8 +100,7 @@ def blocks_of(engine: Any, query: dict[str, Any]) -> bytes:
     found = engine.scheduler.kv.prefix_cache.longest_cached_prefix(
         prompt_sequence(ids[: len(ids) // 64 * 64], query["salt"])
     )
-    cache = runner_of(engine.executor._worker).kv_cache
-    return bytes(cache[:, :, [block.block_id for block in found]].numpy().tobytes())
+    return cache_of(engine.executor._worker)[:, [block.block_id for block in found]].numpy().tobytes()
 
 
 def test_what_is_cached_does_not_travel_again(run: Run, apart: Pair) -> None:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.electives.kv_transfer.digest import model_digest
-from folovllm.electives.kv_transfer.rank_cache import cache_of, move, on_device, runner_of
+from folovllm.electives.kv_transfer.digest import kv_dtype, model_digest
+from folovllm.electives.kv_transfer.rank_cache import block_bytes_of, cache_of, move, on_device
 from folovllm.electives.kv_transfer.segment import MOST_MAPPED, open_segment
 from folovllm.electives.kv_transfer.wire import Layout, SegmentRef
 from folovllm.engine.events import BlocksMoved
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 def get_layout(engine: LLMEngine, query: dict[str, Any]) -> bytes:
     """The engine's `Layout`, encoded. The query is empty."""
     cache_manager(engine)
-    facts, model = engine.executor.collective_rpc(cache_facts), model_digest(engine.setup, by_time=False)
-    return msgspec.msgpack.encode(Layout(model, engine.setup.block_size, *facts[0], len(facts)))
+    setup, sizes = engine.setup, engine.executor.collective_rpc(block_bytes_of)
+    layout = Layout(model_digest(setup, by_time=False), kv_dtype(setup), setup.block_size, len(sizes), sum(sizes))
+    return msgspec.msgpack.encode(layout)
 
 
 def get_computed_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
@@ -117,13 +118,6 @@ def move_blocks(
 
 
 # --- on each rank ------------------------------------------------------------------------------------------------------
-
-
-def cache_facts(worker: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype of a rank's cache and the shape of its blocks, [L, 2, Hkv, B, bytes of D numbers], for `Layout`."""
-    cache = runner_of(worker).kv_cache
-    layers, two, _, heads, size, numbers = cache.shape
-    return str(cache.dtype).removeprefix("torch."), (layers, two, heads, size, numbers * cache.element_size())
 
 
 def copy_blocks(

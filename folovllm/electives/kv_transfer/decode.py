@@ -39,7 +39,7 @@ class PrefillClient:
         """Raises ValueError if the engine's K/V cannot travel. The peer need not be there yet."""
         self._pool = await make_pool(self._engine)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give back the shared memory."""
         self._pool.close()
 

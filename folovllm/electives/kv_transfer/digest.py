@@ -28,6 +28,11 @@ def model_digest(setup: EngineSetup, by_time: bool = True) -> bytes:
     return digest.digest()
 
 
+def kv_dtype(setup: EngineSetup) -> str:
+    """The dtype of the numbers in the cache."""
+    return str(setup.attention.kv_dtype or setup.dtype)
+
+
 def parts(setup: EngineSetup, by_time: bool) -> Iterator[bytes]:
     """What the digest is made of."""
     config, path = setup.config, setup.path

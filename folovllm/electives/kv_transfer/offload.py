@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from folovllm.cache.connector import KVConnector
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.electives.kv_transfer.digest import model_digest
+from folovllm.electives.kv_transfer.digest import kv_dtype, model_digest
 from folovllm.electives.kv_transfer.disk import file_of, private_folder, remove
 from folovllm.electives.kv_transfer.index import HostIndex, Slot
 from folovllm.electives.kv_transfer.options import num_bytes
@@ -80,7 +80,7 @@ class OffloadConnector(KVConnector):
         made = executor.collective_rpc(register_kv_caches, *arguments)
         slots, rooms, sizes, rates = zip(*made, strict=True)
         self._host, self._room, self._block_bytes = HostIndex(min(slots)), min(rooms), sum(sizes)
-        self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
+        self._model, self._dtype = model_digest(setup), kv_dtype(setup)
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = ConnectorMetadata()
         self._evicted: list[tuple[int, int, bytes]] = []  # id, hash and tokens of blocks that the next step overwrites

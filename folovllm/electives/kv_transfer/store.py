@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from folovllm.electives.kv_transfer.disk import BlockFiles
-from folovllm.electives.kv_transfer.rank_cache import cache_of, move, on_device
+from folovllm.electives.kv_transfer.rank_cache import block_bytes_of, cache_of, move, on_device
 
 STORE = "kv_transfer"  # of a worker's `state`
 BUFFER_BYTES = 64 << 20  # of each buffer on a GPU
@@ -291,14 +291,13 @@ def register_kv_caches(
 
     Raises ValueError if they hold no block, or cannot be pinned.
     """
-    cache, rank = cache_of(worker), dist.get_rank() if num_ranks > 1 else 0
-    block_bytes = cache.nbytes // cache.shape[1]
+    block_bytes, rank = block_bytes_of(worker), dist.get_rank() if num_ranks > 1 else 0
     for name, size in (("kv_offload", num_bytes), ("kv_offload_dir_size", folder_bytes)):
         if size < block_bytes:
             raise ValueError(f"{name} holds no block: each rank has {size:,} bytes, and a block {block_bytes:,}")
     files = None if folder is None else BlockFiles(folder, rank, folder_bytes)
     with worker.current:
-        worker.state[STORE] = store = BlockStore(cache, num_bytes // block_bytes, files)
+        worker.state[STORE] = store = BlockStore(cache_of(worker), num_bytes // block_bytes, files)
         return len(store.host), store.room, block_bytes, store.measure_link()
 
 

@@ -13,7 +13,6 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Coroutine
-from math import prod
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
@@ -44,15 +43,10 @@ class Layout(msgspec.Struct, array_like=True, frozen=True):
     """What the bytes of a block depend on, beside its tokens: they mean the same to two engines if all of this is equal."""
 
     model: bytes  # digest of configuration and weights
-    block_size: int  # B
     dtype: str  # of a number in the cache
-    shape: tuple[int, ...]  # of a block on one rank: [L, 2, Hkv, B, bytes of D numbers]
+    block_size: int  # B
     ranks: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, on all ranks."""
-        return self.ranks * prod(self.shape)
+    block_bytes: int  # on all ranks
 
     def require_same(self, other: Layout) -> None:
         """Raise WireError for the first thing in which another engine differs."""
