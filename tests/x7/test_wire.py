@@ -89,9 +89,9 @@ def test_what_strangers_say_is_refused(data: bytes) -> None:
     ("data", "says"),
     [
         (bytes([255] * 4), "announces 4294967295 bytes where 65536"),
-        (said(wire.Reply("next")), "a Reply where a Done was due"),
+        (said(wire.Reply("next")), "another message than it owes: .*Reply"),
         (said(wire.Refusal("no time")), "no time"),
-        (b"\3\0\0\0abc", "none of ours"),
+        (b"\3\0\0\0abc", "another message than it owes"),
     ],
 )
 def test_a_refusal_says_why(data: bytes, says: str) -> None:

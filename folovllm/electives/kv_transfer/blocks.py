@@ -109,7 +109,7 @@ def move_blocks(
     engine: LLMEngine, query: dict[str, Any], ids: list[int], skip: int, count: int, *, to_cache: bool
 ) -> None:
     """Move the blocks `ids` on all ranks, and tell those who listen. The memory holds `count` blocks, of which `skip` come before."""
-    events, ranks = engine.scheduler.kv.events, engine.setup.config.tensor_parallel_size
+    events, ranks = cache_manager(engine).events, engine.setup.config.tensor_parallel_size
     if not ids:
         return
     moved = engine.executor.collective_rpc(copy_blocks, query["memory"], ranks, ids, skip, count, to_cache)

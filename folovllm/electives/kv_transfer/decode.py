@@ -78,7 +78,7 @@ class PrefillClient:
             await peer.handshake()
             await peer.send(request)
             limit = wire.SHORT + len(token_ids)
-            while isinstance(blocks := await peer.receive(wire.Blocks, wire.Done, limit=limit), wire.Blocks):
+            while isinstance(blocks := await peer.receive(wire.Blocks | wire.Done, limit), wire.Blocks):
                 end = request.end_of(blocks, num_cached)
                 num_cached = await self._receive(peer, blocks, request, num_cached, end)
                 if num_cached < end:

@@ -6,9 +6,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -293,12 +294,12 @@ class OffloadConnector(KVConnector):
 
     def _flush(self, deadline: float) -> None:
         """Write what has no file: of host memory, then of the device. Some at a time, for a block that is written holds its slot."""
-        cached = [block for block in self._kv.blocks if block.hash is not None]
-        for blocks, begin in ((list(self._host.values()), self._write), (cached, self.block_evicted)):
-            for i in range(0, len(blocks), MOST_WRITES):
-                for block in blocks[i : i + MOST_WRITES]:
-                    begin(block)  # type: ignore[operator]
-                self._settle(deadline)
+        work: list[Callable[[], None]] = [partial(self._write, slot) for slot in self._host.values()]
+        work += [partial(self.block_evicted, block) for block in self._kv.blocks if block.hash is not None]
+        for i in range(0, len(work), MOST_WRITES):
+            for begin in work[i : i + MOST_WRITES]:
+                begin()
+            self._settle(deadline)
 
     def _settle(self, deadline: float) -> None:
         """Send what is planned, and wait until all of it is written."""

@@ -77,7 +77,7 @@ class PrefillServer:
     async def _answer(self, peer: wire.Connection) -> None:
         await peer.handshake()
         async with asyncio.timeout(wire.PATIENCE):
-            request = await peer.receive(wire.PrefillRequest, limit=wire.SHORT + 4 * self._engine.setup.max_model_len)
+            request = await peer.receive(wire.PrefillRequest, wire.SHORT + 4 * self._engine.setup.max_model_len)
         num_blocks, first = request.num_blocks(self._pool.layout), request.first
         await wire.unless(peer.reader.read(1), self._compute(request))
         async with self._pool.segment() as segment:
