@@ -58,20 +58,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-SERVE = [
-    "serve",
-    "--port",
-    "0",
-    "--no-use-tqdm",
-    "--device",
-    "cpu",
-    "--max-model-len",
-    "512",
-    "--num-kv-blocks",
-    "96",
-    "--block-size",
-    "16",
-]
+SERVE = "serve --port 0 --no-use-tqdm --device cpu --max-model-len 512 --num-kv-blocks 96 --block-size 16"
 
 
 @pytest.mark.slow
@@ -79,8 +66,8 @@ SERVE = [
 def test_three_processes_answer_as_one_and_survive_the_loss_of_one() -> None:
     with ExitStack() as stack:
         peer = f"127.0.0.1:{free_port()}"
-        prefill = Started(stack, *SERVE, "--role", "prefill", "--peer", peer, "--engine-process")
-        decode = Started(stack, *SERVE, "--role", "decode", "--peer", peer)
+        prefill = Started(stack, *SERVE.split(), "--role", "prefill", "--peer", peer, "--engine-process")
+        decode = Started(stack, *SERVE.split(), "--role", "decode", "--peer", peer)
         whole = prefill.url()
         router = Started(stack, "route", "--decode", decode.url(), "--prefill", whole, "--port", str(free_port()))
         one, both = (openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) for url in (whole, router.url()))
