@@ -94,6 +94,15 @@ def test_steps_that_take_longer_than_expected_end_drafts_that_are_all_right() ->
     assert seconds < 1.01 * tokens / 8 + 3 * policy.SLACK
 
 
+def test_a_plain_step_that_is_in_flight_before_is_no_loss() -> None:
+    """Plain steps take a second, the step with drafts two, as its cost says."""
+    policy = AdaptiveLength(StepCost(Curve((1.0, 64.0), (1.0, 1.0)), 1.0), 3, TRUSTED)
+    policy.observe_drafting(1, 3, 3, 0.0)
+    lost = policy._lost
+    policy.observe_steps(1, 2.0 + 2.0, 2, True)
+    assert policy._lost == lost
+
+
 def test_what_drafts_have_won_may_be_lost_again() -> None:
     policy = policy_of()
     assert policy.lengths([0]) == [0]
