@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 
 from folovllm.config import EngineConfig
+from folovllm.electives.kv_transfer.store import BlockStore, ConnectorMetadata
 from folovllm.engine.events import BlocksMoved, Event
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.llm_engine import make_engine as make_any_engine
@@ -84,6 +86,20 @@ def settle(engine: LLMEngine) -> None:
     slots = [*connector._host.free, *connector._host.values()]
     assert not connector._loads and not connector._coming and not any(slot.transfers for slot in slots)
     assert sorted(slot.number for slot in slots) == list(range(len(slots)))
+
+
+def poison_early_reads(monkeypatch: pytest.MonkeyPatch, saved: bool = True) -> None:
+    """Blocks that a load is to fill, and those that were `saved`, hold no numbers: who reads them too early is found out."""
+    start = BlockStore.start_load_kv
+
+    def start_load_kv(self: BlockStore, meta: ConnectorMetadata) -> None:
+        loads, meta.loads = meta.loads, {}
+        start(self, meta)
+        poison(meta.evicted if saved else [], self.cache)
+        poison([block for transfer in loads.values() for block in transfer.block_ids], self.cache)
+        start(self, ConnectorMetadata(loads=loads))
+
+    monkeypatch.setattr(BlockStore, "start_load_kv", start_load_kv)
 
 
 def poison(block_ids: Sequence[int], cache: torch.Tensor) -> None:

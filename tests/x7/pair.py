@@ -71,7 +71,7 @@ async def pair(
             yield both
             await both.require_idle()
         finally:
-            both.client.close()
+            await both.client.close()
             await both.server.close()
 
 

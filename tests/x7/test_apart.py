@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from folovllm.electives.kv_transfer import decode, prefill, segment, wire
-from folovllm.electives.kv_transfer.rank_cache import runner_of
+from folovllm.electives.kv_transfer.rank_cache import cache_of
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.sampling_params import SamplingParams
 from tests.x7.pair import GREEDY, PROMPTS, SEEDED, TEXT, Between, Pair, pair
@@ -100,8 +100,7 @@ def blocks_of(engine: Any, query: dict[str, Any]) -> bytes:
     found = engine.scheduler.kv.prefix_cache.longest_cached_prefix(
         prompt_sequence(ids[: len(ids) // 64 * 64], query["salt"])
     )
-    cache = runner_of(engine.executor._worker).kv_cache
-    return bytes(cache[:, :, [block.block_id for block in found]].numpy().tobytes())
+    return cache_of(engine.executor._worker)[:, [block.block_id for block in found]].numpy().tobytes()
 
 
 def test_what_is_cached_does_not_travel_again(run: Run, apart: Pair) -> None:
@@ -119,11 +118,8 @@ def test_what_is_cached_does_not_travel_again(run: Run, apart: Pair) -> None:
 
 
 @pytest.mark.parametrize("what", ["cut", "flip", "hang", "wrong"])
-def test_a_peer_that_fails_at_any_moment_changes_no_answer(
-    run: Run, apart: Pair, way: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_fails_at_any_moment_changes_no_answer(run: Run, apart: Pair, way: str, what: str) -> None:
     """It dies, lies, or says nothing more, after so many bytes. Then the prompt is computed here, and the peer is asked again later."""
-    monkeypatch.setattr(decode, "GREETING", 0.3)
 
     async def compare() -> None:
         expected = await alone(apart, TEXT, GREEDY)
@@ -193,7 +189,7 @@ def test_strangers_hold_nothing_up(
     run: Run, apart: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They send nothing, rubbish, a length that is too large, half a message, or ask for what is no prompt. Nor do they fill the log."""
-    monkeypatch.setattr(prefill, "PATIENCE", 0.5)
+    monkeypatch.setattr(wire, "PATIENCE", 0.5)
     apart.server._logged_at = -prefill.QUIET
     hello = wire.MAGIC + b"1" * 16
     rubbish = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, hello[:-1], hello, hello + bytes(32))
@@ -205,7 +201,7 @@ def test_strangers_hold_nothing_up(
             strangers.append(await asyncio.open_connection("127.0.0.1", apart.port))
             strangers[-1][1].write(data)
         assert (await apart.answer(TEXT, cache_salt=next(salts)))[1] == 176
-        layout, _ = await prefill.get_computed_blocks(apart.prefill)
+        layout = apart.client._pool.layout
         for token_ids, first in no_prompts:
             reader, writer = await asyncio.open_connection("127.0.0.1", apart.port)
             peer = wire.Connection(reader, writer, b"", is_server=False)
@@ -264,9 +260,7 @@ def test_another_secret_or_version_of_the_weights_is_refused(run: Run, caplog: p
             await both.decode.call("call_function", f"{__name__}:change_weights", {})
             both.client._retry_at = 0.0
             assert (await both.answer(TEXT, cache_salt="new"))[1] == 0
-            assert (
-                caplog.text.count("the weights were updated") == 3
-            )  # who refuses, who is refused, and who asks nobody
+            assert caplog.text.count("the weights were updated") == 3  # who refuses, who is refused, who asks nobody
 
     run(compare())
 

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from folovllm.apps.cli.show import step_line
-from folovllm.electives.kv_transfer import store as stores
 from folovllm.electives.kv_transfer.disk import NAME, BlockFiles, file_of, remove
 from folovllm.electives.kv_transfer.index import HostIndex
 from folovllm.electives.rollouts.sleep import sleep, wake_up
@@ -34,7 +32,7 @@ from tests.x7.engines import (
     answers_but_aborted,
     connector_of,
     make_engine,
-    poison,
+    poison_early_reads,
     rounds,
     settle,
 )
@@ -43,19 +41,8 @@ OFFLOAD = {"kv_offload": "4MiB"}
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks that were saved, and those that a load is to fill, hold no numbers: who reads them too early is found out."""
-    start = stores.BlockStore.start_load_kv
-
-    def start_load_kv(self: stores.BlockStore, meta: stores.ConnectorMetadata) -> None:
-        loads, meta.loads = meta.loads, {}
-        start(self, meta)
-        poison(meta.evicted, self.cache)
-        poison([block for transfer in loads.values() for block in transfer.block_ids], self.cache)
-        start(self, stores.ConnectorMetadata(loads=loads))
-
-    monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
-    yield
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_early_reads(monkeypatch)
 
 
 def check(engine: LLMEngine, expected: LLMEngine) -> None:

@@ -13,7 +13,17 @@ import torch
 from folovllm.electives.kv_transfer import store as stores
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left
-from tests.x7.engines import COUNTS, PLAIN, answers, answers_but_aborted, make_engine, poison, rounds, settle
+from tests.x7.engines import (
+    COUNTS,
+    PLAIN,
+    answers,
+    answers_but_aborted,
+    make_engine,
+    poison,
+    poison_early_reads,
+    rounds,
+    settle,
+)
 
 pytestmark = pytest.mark.gpu
 FIELDS: dict[str, Any] = {
@@ -56,15 +66,7 @@ def test_answers_are_those_of_a_cache_with_room(
     has_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fixed shapes would make it bitwise; here a near tie may fall otherwise, so K/V are compared where they come back."""
-    start = stores.BlockStore.start_load_kv
-
-    def start_load_kv(self: stores.BlockStore, meta: stores.ConnectorMetadata) -> None:
-        loads, meta.loads = meta.loads, {}
-        start(self, meta)
-        poison([block for transfer in loads.values() for block in transfer.block_ids], self.cache)
-        start(self, stores.ConnectorMetadata(loads=loads))
-
-    monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
+    poison_early_reads(monkeypatch, saved=False)
     more = {"kv_offload_dir": str(tmp_path)} if has_disk else {}
     fields = FIELDS | {"batch_invariant": True, "attention_backend": "triton"}
     engine = make_engine(**fields, num_kv_blocks=24, kv_offload="1MiB" if has_disk else "64MiB", **more)

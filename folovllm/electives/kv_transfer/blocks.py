@@ -4,6 +4,9 @@ Blocks that come from elsewhere become cached blocks that no sequence holds. The
 any other, and finds them as a prefix (M5): so its text is that of a prefix hit. No call leaves a block held, so a transfer
 can neither fill the cache for good nor let others wait. If the blocks are needed for something else before the request is
 admitted, it computes them.
+
+A query has a prompt's `token_ids` (int32 as bytes, whole blocks) and `salt`. To copy blocks it has, besides, the number of the `first` one
+and the `memory` (`SegmentRef`) that holds them all, from this one to the last. Each call raises ValueError if K/V of this engine cannot travel.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.electives.kv_transfer.digest import model_digest
-from folovllm.electives.kv_transfer.rank_cache import cache_of, move, on_device, runner_of
+from folovllm.electives.kv_transfer.digest import kv_dtype, model_digest
+from folovllm.electives.kv_transfer.rank_cache import block_bytes_of, cache_of, move, on_device
 from folovllm.electives.kv_transfer.segment import MOST_MAPPED, open_segment
-from folovllm.electives.kv_transfer.wire import Copy, Layout, SegmentRef
+from folovllm.electives.kv_transfer.wire import Layout, SegmentRef
 from folovllm.engine.events import BlocksMoved
 from folovllm.models.model_config import num_linear_of
 from folovllm.request import Request, Sequence
@@ -31,64 +34,54 @@ from folovllm.step.schedule import SchedulerOutput
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
 
-_layouts: weakref.WeakKeyDictionary[LLMEngine, Layout] = weakref.WeakKeyDictionary()
+
+def get_layout(engine: LLMEngine, query: dict[str, Any]) -> bytes:
+    """The engine's `Layout`, encoded. The query is empty."""
+    cache_manager(engine)
+    setup, sizes = engine.setup, engine.executor.collective_rpc(block_bytes_of)
+    layout = Layout(model_digest(setup, by_time=False), kv_dtype(setup), setup.block_size, len(sizes), sum(sizes))
+    return msgspec.msgpack.encode(layout)
 
 
-def get_computed_blocks(engine: LLMEngine, query: dict[str, Any]) -> bytes:
-    """The engine's `Layout`, and how many blocks of a prompt (`token_ids`, `salt`) are cached; encoded.
-
-    Raises ValueError if the engine's K/V cannot travel.
-    """
-    kv, seq = cache_manager(engine), prompt_sequence(query["token_ids"], query["salt"])
-    return msgspec.msgpack.encode((layout_of(engine), len(kv.prefix_cache.longest_cached_prefix(seq))))
+def get_computed_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
+    """How many blocks of a prompt are cached."""
+    return len(cache_manager(engine).prefix_cache.longest_cached_prefix(prompt_sequence(**query)))
 
 
 def export_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
-    """Copy blocks from the cache to memory, as many as are there: what `Copy` says, encoded under "copy". Returns how many.
-
-    Raises ValueError if the engine's layout is another, or its weights have changed, or it sleeps, or the memory is gone.
-    """
-    kv, copy, seq = decoded(engine, query)
-    found = kv.prefix_cache.longest_cached_prefix(seq)[copy.first :]
-    move_blocks(engine, copy, [block.block_id for block in found], 0, len(found), to_cache=False)
+    """Copy blocks from the cache to memory, as many as are there. Returns how many."""
+    kv, seq = cache_manager(engine), prompt_sequence(**query)
+    found = kv.prefix_cache.longest_cached_prefix(seq)[query["first"] :]
+    move_blocks(engine, query, [block.block_id for block in found], 0, len(found), to_cache=False)
     return len(found)
 
 
 def import_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
-    """Copy blocks from memory to the cache, where requests find them. Takes and raises what `export_blocks` does.
+    """Copy blocks from memory to the cache, where requests find them.
 
     Returns:
-        The number of blocks that the prompt has in the cache now; fewer than `end` if there is no room.
+        The number of blocks that the prompt has in the cache now; fewer than it has if there is no room.
     """
-    kv, copy, seq = decoded(engine, query)
+    kv, seq, first = cache_manager(engine), prompt_sequence(**query), query["first"]
+    end = seq.num_tokens // kv.block_size
     try:
         kv.get_computed_blocks(seq)
         num_cached = len(seq.block_table)
-        missing = (copy.end - num_cached) * kv.block_size
-        if num_cached < copy.first or missing <= 0 or not kv.can_allocate(seq, missing):
+        missing = (end - num_cached) * kv.block_size
+        if num_cached < first or missing <= 0 or not kv.can_allocate(seq, missing):
             return num_cached
         kv.allocate(seq, missing)
         if kv.connector is not None:
             kv.connector.build_connector_meta(SchedulerOutput())  # it saves first what these blocks held
-        skip, count = num_cached - copy.first, copy.end - copy.first
-        move_blocks(engine, copy, seq.block_table[num_cached:], skip, count, to_cache=True)
-        seq.num_computed_tokens = copy.end * kv.block_size
+        move_blocks(engine, query, seq.block_table[num_cached:], num_cached - first, end - first, to_cache=True)
+        seq.num_computed_tokens = end * kv.block_size
         kv.cache_blocks(seq)
-        return copy.end
+        return end
     finally:
         kv.free(seq)
 
 
-def decoded(engine: LLMEngine, query: dict[str, Any]) -> tuple[PrefixCachingBlockManager, Copy, Sequence]:
-    """The owner of the cache, what to copy, and a sequence that has these blocks. Raises what `export_blocks` raises."""
-    kv, copy = cache_manager(engine), msgspec.msgpack.decode(query["copy"], type=Copy)
-    layout_of(engine).require_same(copy.request.layout)
-    if engine.refusal:
-        raise ValueError(engine.refusal)
-    return kv, copy, prompt_sequence(copy.request.tokens(0, copy.end), copy.request.salt)
-
-
-def prompt_sequence(token_ids: bytes, salt: str | None) -> Sequence:
+def prompt_sequence(token_ids: bytes, salt: str | None, **_: Any) -> Sequence:
     """A sequence that is never scheduled: it begins with these tokens, whose last block may be cached, since one more follows."""
     tokens = [*np.frombuffer(token_ids, np.int32).tolist(), 0]
     return Sequence(Request("", tokens, SamplingParams(), max_tokens=1, seed=0, cache_salt=salt), cast(Any, None))
@@ -107,43 +100,30 @@ def cache_manager(engine: LLMEngine) -> PrefixCachingBlockManager:
         )
     if getattr(kv.prefix_cache.root, "number", 0):
         raise ValueError("the weights were updated, which gives them no name that a peer knows: their K/V stay here")
+    if engine.refusal:
+        raise ValueError(engine.refusal)
     return kv
 
 
-def layout_of(engine: LLMEngine) -> Layout:
-    """The layout of the engine's cache. It is made once."""
-    if engine not in _layouts:
-        facts, model = engine.executor.collective_rpc(cache_facts), model_digest(engine.setup, by_time=False)
-        _layouts[engine] = Layout(model, engine.setup.block_size, *facts[0], len(facts))
-    return _layouts[engine]
-
-
-def move_blocks(engine: LLMEngine, copy: Copy, ids: list[int], skip: int, count: int, *, to_cache: bool) -> None:
+def move_blocks(
+    engine: LLMEngine, query: dict[str, Any], ids: list[int], skip: int, count: int, *, to_cache: bool
+) -> None:
     """Move the blocks `ids` on all ranks, and tell those who listen. The memory holds `count` blocks, of which `skip` come before."""
+    events, ranks = cache_manager(engine).events, engine.setup.config.tensor_parallel_size
     if not ids:
         return
-    layout, events = copy.request.layout, cache_manager(engine).events
-    memory = msgspec.structs.astuple(copy.memory)
-    engine.executor.collective_rpc(copy_blocks, memory, layout.ranks, ids, skip, count, to_cache)
+    moved = engine.executor.collective_rpc(copy_blocks, query["memory"], ranks, ids, skip, count, to_cache)
     if events.on:
-        what = "loaded" if to_cache else "offloaded"
-        events.emit(BlocksMoved(what, "peer", len(ids), len(ids) * layout.block_bytes, -1))
+        events.emit(BlocksMoved("loaded" if to_cache else "offloaded", "peer", len(ids), sum(moved), -1))
 
 
 # --- on each rank ------------------------------------------------------------------------------------------------------
 
 
-def cache_facts(worker: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype of a rank's cache and the shape of its blocks, [L, 2, Hkv, B, bytes of D numbers], for `Layout`."""
-    cache = runner_of(worker).kv_cache
-    layers, two, _, heads, size, numbers = cache.shape
-    return str(cache.dtype).removeprefix("torch."), (layers, two, heads, size, numbers * cache.element_size())
-
-
 def copy_blocks(
-    worker: Any, memory: tuple[str, bytes], ranks: int, ids: list[int], skip: int, count: int, to_cache: bool
-) -> None:
-    """Copy blocks between the rank's cache and its part of shared memory, which holds `count`, from number `skip` on.
+    worker: Any, memory: list[Any], ranks: int, ids: list[int], skip: int, count: int, to_cache: bool
+) -> int:
+    """Copy blocks between the rank's cache and its part of shared memory, which holds `count`, from number `skip` on. Returns their bytes.
 
     It returns when the memory has been read or written. What comes is read beside the step that runs; the copy within the device has its
     turn among the steps.
@@ -151,23 +131,22 @@ def copy_blocks(
     with worker.current, torch.inference_mode():
         cache = cache_of(worker)
         pieces, _, words = cache.shape
-        shared, num_words = mapped(SegmentRef(*memory), cache.is_cuda), ranks * count * pieces * words
-        if num_words > len(shared):
-            raise ValueError(f"{count} blocks do not fit into shared memory of {4 * len(shared)} bytes")
-        rank = dist.get_rank() if ranks > 1 else 0
-        lines = shared[:num_words].view(ranks, count, pieces, words)[rank, skip : skip + len(ids)]
+        shared, rank = mapped(SegmentRef(*memory), cache.is_cuda), dist.get_rank() if ranks > 1 else 0
+        parts = shared[: ranks * count * pieces * words].view(ranks, count, pieces, words)
+        lines = parts[rank, skip : skip + len(ids)]
         block_ids = on_device(ids, cache.device)
         if not to_cache:
             gathered = torch.empty_like(lines, device=cache.device)
             move(cache, gathered, block_ids, to_cache=False)
             lines.copy_(gathered)
-            return
+            return lines.nbytes
         stream = torch.cuda.Stream() if cache.is_cuda else None
         with torch.cuda.stream(stream):
             come = lines.to(cache.device)
         if stream is not None:
             come.record_stream(torch.cuda.current_stream())
         move(cache, come, block_ids, to_cache=True)
+        return lines.nbytes
 
 
 @lru_cache(MOST_MAPPED)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import closing
 
 import numpy as np
 
 from folovllm.electives.kv_transfer import wire
-from folovllm.electives.kv_transfer.prefill import Engine, copy_blocks, get_computed_blocks
-from folovllm.electives.kv_transfer.segment import SegmentPool, open_segment
+from folovllm.electives.kv_transfer.prefill import Engine, call, make_pool
+from folovllm.electives.kv_transfer.segment import open_segment
 from folovllm.request import Request
 
 logger = logging.getLogger("folovllm")
-GREETING = 5.0  # seconds to connect, and to prove who one is
+CONNECT = 5.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds until a lost peer is asked again
 
 
@@ -36,9 +37,9 @@ class PrefillClient:
 
     async def start(self) -> None:
         """Raises ValueError if the engine's K/V cannot travel. The peer need not be there yet."""
-        self._pool = SegmentPool((await get_computed_blocks(self._engine))[0])
+        self._pool = await make_pool(self._engine)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give back the shared memory."""
         self._pool.close()
 
@@ -59,9 +60,7 @@ class PrefillClient:
             async with asyncio.timeout(self._seconds):
                 await self._transfer(token_ids, request.cache_salt, num_blocks)
             self._num_failures, self._retry_at = 0, 0.0
-        except (
-            Exception
-        ) as error:  # the peer died, is slow, refuses or lies; or our engine has ended: the request will be told
+        except Exception as error:  # the peer died, is slow, refuses or lies; if our engine ended, the request is told
             pause = min(FIRST_PAUSE * 2**self._num_failures, LONGEST_PAUSE)
             self._num_failures, self._retry_at = self._num_failures + 1, time.monotonic() + pause
             peer, why = f"{self._host}:{self._port}", str(error) or type(error).__name__
@@ -69,42 +68,39 @@ class PrefillClient:
 
     async def _transfer(self, token_ids: bytes, salt: str | None, num_blocks: int) -> None:
         """Bring what is not cached yet, some blocks at a time. Raises OSError, EOFError, ValueError (`WireError` is one) or what the engine raises."""
-        layout, num_cached = await get_computed_blocks(self._engine, token_ids, salt)
+        num_cached = await call(self._engine, "get_computed_blocks", token_ids=token_ids, salt=salt)
         if num_cached == num_blocks:
             return
-        request = wire.PrefillRequest(layout, token_ids, num_cached, salt)
-        async with asyncio.timeout(GREETING):
-            streams = await asyncio.open_connection(self._host, self._port)
+        request = wire.PrefillRequest(self._pool.layout, token_ids, num_cached, salt)
+        streams = await asyncio.wait_for(asyncio.open_connection(self._host, self._port), CONNECT)
         peer = wire.Connection(*streams, self._secret, is_server=False)
-        try:
-            async with asyncio.timeout(GREETING):
-                await peer.handshake()
-                await peer.send(request)
+        with closing(peer.writer):
+            await peer.handshake()
+            await peer.send(request)
             limit = wire.SHORT + len(token_ids)
-            while isinstance(blocks := await peer.receive(wire.Blocks, wire.Done, limit=limit), wire.Blocks):
-                blocks.require_answer(request, num_cached)
-                num_cached = await self._receive(peer, blocks, request)
-                if num_cached < blocks.end:
+            while isinstance(blocks := await peer.receive(wire.Blocks | wire.Done, limit), wire.Blocks):
+                end = request.end_of(blocks, num_cached)
+                num_cached = await self._receive(peer, blocks, request, num_cached, end)
+                if num_cached < end:
                     return  # the cache has no room
-        finally:
-            peer.writer.close()
 
-    async def _receive(self, peer: wire.Connection, blocks: wire.Blocks, request: wire.PrefillRequest) -> int:
-        """Bring some blocks into the cache. Returns how many blocks of the prompt are cached then."""
+    async def _receive(
+        self, peer: wire.Connection, blocks: wire.Blocks, request: wire.PrefillRequest, first: int, end: int
+    ) -> int:
+        """Bring blocks `first` to `end - 1` into the cache. Returns how many blocks of the prompt are cached then."""
+
+        async def store(data: memoryview, memory: wire.SegmentRef) -> int:
+            if num_bytes > len(data) or await wire.checksum_of(data[:num_bytes]) != blocks.checksum:
+                raise wire.WireError("the peer's K/V are damaged: their checksum is another")
+            return int(await call(self._engine, "import_blocks", **request.query(first, end, memory)))
+
+        num_bytes = (end - first) * request.layout.block_bytes
         if (shared := open_segment(blocks.memory)) is not None:
-            num_cached = await self._import(shared, blocks.memory, blocks, request)
+            num_cached = await store(shared, blocks.memory)
             await peer.send(wire.Reply("next"))
             return num_cached
         await peer.send(wire.Reply("bytes"))
         async with self._pool.segment() as segment:
-            await peer.read_into(segment.data[: blocks.num_bytes])
-            return await self._import(segment.data, segment.ref, blocks, request)
-
-    async def _import(
-        self, data: memoryview, memory: wire.SegmentRef, blocks: wire.Blocks, request: wire.PrefillRequest
-    ) -> int:
-        """Hand blocks to the engine. Raises WireError if their bytes are not those that the peer announced."""
-        if blocks.num_bytes > len(data) or await wire.checksum_of(data[: blocks.num_bytes]) != blocks.checksum:
-            raise wire.WireError("the peer's K/V are damaged: their checksum is another")
-        copy = wire.Copy(request, blocks.first, blocks.end, memory)
-        return await copy_blocks(self._engine, "import_blocks", copy)
+            await peer.read_into(segment.data[:num_bytes])
+            await peer.send(wire.Reply("next"))
+            return await store(segment.data, segment.ref)

@@ -28,6 +28,11 @@ def model_digest(setup: EngineSetup, by_time: bool = True) -> bytes:
     return digest.digest()
 
 
+def kv_dtype(setup: EngineSetup) -> str:
+    """The dtype of the numbers in the cache."""
+    return str(setup.attention.kv_dtype or setup.dtype)
+
+
 def parts(setup: EngineSetup, by_time: bool) -> Iterator[bytes]:
     """What the digest is made of."""
     config, path = setup.config, setup.path
@@ -35,8 +40,6 @@ def parts(setup: EngineSetup, by_time: bool) -> Iterator[bytes]:
     yield json.dumps(fields, sort_keys=True, default=str).encode()
     numeric = [str(config.extras.get(name)) for name in NUMERIC]
     yield json.dumps([config.tensor_parallel_size, setup.max_model_len, *numeric]).encode()
-    if (file := path / "config.json").is_file():
-        yield file.read_bytes()
     if config.random_weights:
         yield f"random weights {config.seed} {setup.device.type}".encode()
         return

@@ -26,8 +26,6 @@ def private_folder(parent: Path) -> Path:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise ValueError("it is not a folder of yours")
         folder.chmod(0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"kv_offload_dir: nothing can be written to {str(folder)!r:.300}: {why}") from error

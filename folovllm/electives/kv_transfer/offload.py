@@ -6,15 +6,16 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from folovllm.cache.connector import KVConnector
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.electives.kv_transfer.digest import model_digest
+from folovllm.electives.kv_transfer.digest import kv_dtype, model_digest
 from folovllm.electives.kv_transfer.disk import file_of, private_folder, remove
 from folovllm.electives.kv_transfer.index import HostIndex, Slot
 from folovllm.electives.kv_transfer.options import num_bytes
@@ -80,7 +81,7 @@ class OffloadConnector(KVConnector):
         made = executor.collective_rpc(register_kv_caches, *arguments)
         slots, rooms, sizes, rates = zip(*made, strict=True)
         self._host, self._room, self._block_bytes = HostIndex(min(slots)), min(rooms), sum(sizes)
-        self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
+        self._model, self._dtype = model_digest(setup), kv_dtype(setup)
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = ConnectorMetadata()
         self._evicted: list[tuple[int, int, bytes]] = []  # id, hash and tokens of blocks that the next step overwrites
@@ -215,26 +216,19 @@ class OffloadConnector(KVConnector):
 
     def _keep(self, evicted: list[tuple[int, int, bytes]]) -> None:
         """Give blocks that the ranks have gathered a place in host memory, those that have none, and on disk."""
-        has_files = self._folder is not None and not self._version()
-        kept: dict[int, int] = {}  # by slot: of two blocks for one slot, the later stays
-        count = 0
+        numbers = [NOT_KEPT] * len(evicted)  # of two blocks for one slot, the later is copied last
         for i, (_, hash_, token_ids) in enumerate(evicted):
             if (slot := self._host.get(hash_)) is not None:
                 self._host.move_to_end(hash_)
             elif (slot := self._put(hash_, token_ids)) is not None:
-                kept[slot.number] = i
-                count += 1
+                numbers[i] = slot.number
             else:
                 self._report("lost", "device", 1)
                 continue
-            if has_files:
-                self._write(slot)
-        self._report("offloaded", "host", count)
-        numbers = [NOT_KEPT] * len(evicted)
-        for number, i in kept.items():
-            numbers[i] = number
-        self._executor.collective_rpc(on_store, "save", numbers, self._writes)
-        self._writes = []
+            self._write(slot)
+        self._report("offloaded", "host", len(numbers) - numbers.count(NOT_KEPT))
+        writes, self._writes = self._writes, []
+        self._executor.collective_rpc(on_store, "save", numbers, writes)
 
     def _report(self, what: str, place: str, count: int, seq_id: int = -1) -> None:
         if count and self.events.on:
@@ -288,26 +282,23 @@ class OffloadConnector(KVConnector):
     # --- the disk ---
 
     def _write(self, slot: Slot) -> None:
-        """Have a block written that has no file, if the disk keeps up."""
+        """Have a block written that has no file, if there is a folder and the disk keeps up. Later weights have no files."""
         assert slot.hash is not None
+        if self._folder is None or self._version() or len(self._writing) >= MOST_WRITES:
+            return
         key = self._key(slot.hash)
-        if key not in self._writing and len(self._writing) < MOST_WRITES and not self._has_file(slot.hash):
+        if key not in self._writing and not self._has_file(slot.hash):
             self._host.hold(slot)
             self._writing[key] = slot
             self._writes.append(BlockFile(slot.number, key, slot.token_ids))
 
     def _flush(self, deadline: float) -> None:
         """Write what has no file: of host memory, then of the device. Some at a time, for a block that is written holds its slot."""
-        blocks: list[Slot | Block] = [
-            *self._host.values(),
-            *(block for block in self._kv.blocks if block.hash is not None),
-        ]
-        for i in range(0, len(blocks), MOST_WRITES):
-            for block in blocks[i : i + MOST_WRITES]:
-                if isinstance(block, Slot):
-                    self._write(block)
-                else:
-                    self.block_evicted(block)
+        work: list[Callable[[], None]] = [partial(self._write, slot) for slot in self._host.values()]
+        work += [partial(self.block_evicted, block) for block in self._kv.blocks if block.hash is not None]
+        for i in range(0, len(work), MOST_WRITES):
+            for begin in work[i : i + MOST_WRITES]:
+                begin()
             self._settle(deadline)
 
     def _settle(self, deadline: float) -> None:

@@ -18,24 +18,19 @@ from folovllm.electives.kv_transfer.segment import SegmentPool
 from folovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("folovllm")
-PATIENCE = 10.0  # seconds for the next message of a peer that owes one
 QUIET = 60.0  # seconds after one refusal in the log for which no other one is written there: strangers may come by the thousand
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # behind a prompt; nobody reads it
-BLOCKS = "folovllm.electives.kv_transfer.blocks"
 Engine = Any  # a server's, with `setup`, `call` and `generate`
 
 
-async def get_computed_blocks(
-    engine: Engine, token_ids: bytes = b"", salt: str | None = None
-) -> tuple[wire.Layout, int]:
-    """Return the engine's `Layout` and how many blocks of a prompt are cached, as it says between two steps."""
-    found = await engine.call("call_function", f"{BLOCKS}:get_computed_blocks", {"token_ids": token_ids, "salt": salt})
-    return msgspec.msgpack.decode(found, type=tuple[wire.Layout, int])
+async def call(engine: Engine, function: str, **query: Any) -> Any:
+    """Call a function of `folovllm.electives.kv_transfer.blocks` in the engine, between two steps."""
+    return await engine.call("call_function", f"folovllm.electives.kv_transfer.blocks:{function}", query)
 
 
-async def copy_blocks(engine: Engine, function: str, copy: wire.Copy) -> int:
-    """Call `export_blocks` or `import_blocks` (`function`) in the engine, between two steps. Returns its number of blocks."""
-    return int(await engine.call("call_function", f"{BLOCKS}:{function}", {"copy": msgspec.msgpack.encode(copy)}))
+async def make_pool(engine: Engine) -> SegmentPool:
+    """Memory for blocks of an engine. Raises ValueError if its K/V cannot travel."""
+    return SegmentPool(msgspec.msgpack.decode(await call(engine, "get_layout"), type=wire.Layout))
 
 
 class PrefillServer:
@@ -48,7 +43,7 @@ class PrefillServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ValueError if the address is not available, or the engine's K/V cannot travel."""
-        self._pool = SegmentPool((await get_computed_blocks(self._engine))[0])
+        self._pool = await make_pool(self._engine)
         try:
             self._server = await asyncio.start_server(self._serve, host, port)
         except OSError as error:
@@ -90,27 +85,24 @@ class PrefillServer:
             self._num_unlogged, self._logged_at = 0, time.monotonic()
 
     async def _answer(self, peer: wire.Connection) -> None:
-        async with asyncio.timeout(PATIENCE):
-            await peer.handshake()
-            request = await peer.receive(wire.PrefillRequest, limit=wire.SHORT + 4 * self._engine.setup.max_model_len)
-        layout, _ = await get_computed_blocks(self._engine)
-        num_blocks = request.num_blocks(layout)
+        await peer.handshake()
+        async with asyncio.timeout(wire.PATIENCE):
+            request = await peer.receive(wire.PrefillRequest, wire.SHORT + 4 * self._engine.setup.max_model_len)
+        num_blocks, first = request.num_blocks(self._pool.layout), request.first
         await wire.unless(peer.reader.read(1), self._compute(request))
         async with self._pool.segment() as segment:
-            first = request.first
             while first < num_blocks:
                 end = min(num_blocks, first + self._pool.num_blocks)
-                copy = wire.Copy(request, first, end, segment.ref)
-                end = first + await copy_blocks(self._engine, "export_blocks", copy)
-                if end == first:
+                count = await call(self._engine, "export_blocks", **request.query(first, end, segment.ref))
+                if not count:
                     break  # it was evicted
-                data = segment.data[: (end - first) * layout.block_bytes]
+                data, end = segment.data[: count * request.layout.block_bytes], first + count
                 token_ids, checksum = request.tokens(first, end), await wire.checksum_of(data)
-                await peer.send(wire.Blocks(layout, first, end, token_ids, checksum, segment.ref))
-                async with asyncio.timeout(PATIENCE):
-                    reply = await peer.receive(wire.Reply)
-                if reply.wants == "bytes":
-                    await peer.write(data)
+                await peer.send(wire.Blocks(self._pool.layout, token_ids, checksum, segment.ref))
+                async with asyncio.timeout(wire.PATIENCE):
+                    if (await peer.receive(wire.Reply)).wants == "bytes":
+                        await peer.write(data)
+                        await peer.receive(wire.Reply)  # the last bytes have left the memory, too
                 first = end
         await peer.send(wire.Done())
 

@@ -9,14 +9,18 @@ import torch
 from folovllm.worker.model_runner import ModelRunner
 
 
-def runner_of(worker: Any) -> ModelRunner:
-    """What owns the cache of a worker: the runner within, where one captures steps."""
-    return cast(ModelRunner, getattr(worker.runner, "inner", worker.runner))
-
-
 def cache_of(worker: Any) -> torch.Tensor:
     """A worker's cache as [2L, N, words of 4 bytes]: a block is 2L pieces, K and V of each layer."""
-    return runner_of(worker).kv_cache.view(torch.int32).flatten(3).flatten(0, 1)  # [L, 2, N, Hkv, B, D]
+    runner = cast(
+        ModelRunner, getattr(worker.runner, "inner", worker.runner)
+    )  # the one within, where steps are captured
+    return runner.kv_cache.view(torch.int32).flatten(3).flatten(0, 1)  # [L, 2, N, Hkv, B, D]
+
+
+def block_bytes_of(worker: Any) -> int:
+    """The bytes of a block on this rank."""
+    cache = cache_of(worker)
+    return cache.nbytes // cache.shape[1]
 
 
 def move(cache: torch.Tensor, lines: torch.Tensor, block_ids: torch.Tensor, *, to_cache: bool) -> None:

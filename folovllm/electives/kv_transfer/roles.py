@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from folovllm.electives.kv_transfer.decode import PrefillClient
 from folovllm.electives.kv_transfer.prefill import Engine, PrefillServer
 from folovllm.request import Request
 
 SECRET = "FOLOVLLM_PEER_SECRET"
+LOCAL = "localhost", "127.0.0.1", "::1"  # only this machine can reach them
 Bring = Callable[[Request], Awaitable[None]]
 
 
@@ -27,22 +27,20 @@ async def role(engine: Engine, name: str, peer: str, seconds: float) -> AsyncIte
         ValueError: the address is none, or another than this machine's own without a secret; or the engine's K/V cannot travel.
     """
     (host, port), secret = address_of(peer), os.environ.get(SECRET, "").encode()
-    if name == "prefill" and not secret and not is_local(host):
+    if name == "prefill" and not secret and host not in LOCAL:
         raise ValueError(f"whoever reaches {peer} could read prompts: set {SECRET} to a secret, or give 127.0.0.1:PORT")
+    side: PrefillServer | PrefillClient
     if name == "prefill":
-        server = PrefillServer(engine, secret)
-        print(f"computing prompts for peers at {host}:{await server.start(host, port)}", flush=True)
-        try:
-            yield None
-        finally:
-            await server.close()
+        side, bring = PrefillServer(engine, secret), None
+        print(f"computing prompts for peers at {host}:{await side.start(host, port)}", flush=True)
     else:
-        client = PrefillClient(engine, host, port, secret, seconds)
-        await client.start()
-        try:
-            yield client.bring
-        finally:
-            client.close()
+        side = PrefillClient(engine, host, port, secret, seconds)
+        await side.start()
+        bring = side.bring
+    try:
+        yield bring
+    finally:
+        await side.close()
 
 
 def address_of(peer: str) -> tuple[str, int]:
@@ -52,10 +50,3 @@ def address_of(peer: str) -> tuple[str, int]:
     if not colon or not re.fullmatch(r"[\w.:%-]+", host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError(f"peer must be HOST:PORT, not {peer!r}")
     return host, int(port)
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    with suppress(ValueError):
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    return False

@@ -66,17 +66,16 @@ class SegmentPool:
 
     def __init__(self, layout: Layout) -> None:
         """Raises ValueError for blocks that are too large."""
-        self.num_blocks = MOST_BYTES // layout.block_bytes
+        self.layout, self.num_blocks = layout, MOST_BYTES // layout.block_bytes
         if not self.num_blocks:
             raise ValueError(f"a block of {layout.block_bytes} bytes does not travel: choose a smaller block_size")
-        self._num_bytes, self._free = self.num_blocks * layout.block_bytes, list[Segment]()
-        self._room = asyncio.Semaphore(NUM_SEGMENTS)
+        self._free, self._room = list[Segment](), asyncio.Semaphore(NUM_SEGMENTS)
 
     @asynccontextmanager
     async def segment(self) -> AsyncIterator[Segment]:
         """A segment for a while. After an error somebody may still read it, so it is never written again."""
         async with self._room:
-            segment = self._free.pop() if self._free else Segment(self._num_bytes)
+            segment = self._free.pop() if self._free else Segment(self.num_blocks * self.layout.block_bytes)
             try:
                 yield segment
             except BaseException:

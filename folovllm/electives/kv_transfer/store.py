@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from folovllm.electives.kv_transfer.disk import BlockFiles
-from folovllm.electives.kv_transfer.rank_cache import cache_of, move, on_device
+from folovllm.electives.kv_transfer.rank_cache import block_bytes_of, cache_of, move, on_device
 
 STORE = "kv_transfer"  # of a worker's `state`
 BUFFER_BYTES = 64 << 20  # of each buffer on a GPU
@@ -67,12 +67,13 @@ class Report:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A transfer that is under way."""
+    """A transfer that is under way: first files are read, then all blocks are copied."""
 
     transfer: Transfer
     reads: dict[int, Future[float]]  # by number, of those on disk: the seconds it took
     failed: set[int] = field(default_factory=set)  # those that could not be read
     is_cancelled: bool = False
+    is_copying: bool = False
     done: Any = None  # an event on a GPU
 
 
@@ -81,21 +82,19 @@ class BlockStore:
 
     def __init__(self, cache: torch.Tensor, num_slots: int, files: BlockFiles | None) -> None:
         """`cache`: [2L, N, words]."""
-        self.cache, (pieces, num_blocks, words) = cache, cache.shape
+        self.cache, (pieces, _, words) = cache, cache.shape
         self.block_bytes = 4 * pieces * words
         self.host = torch.empty(num_slots, pieces, words, dtype=torch.int32)
-        self._files = files
+        self._copies = (GpuCopies if cache.is_cuda else CpuCopies)(cache, self.host)
+        self.room = self._copies.room  # evicted blocks at a time
+        self._files: Any = files  # asked for nothing if there is no folder
         self._pool = ThreadPoolExecutor(NUM_THREADS, "kv-disk")
-        self._reading: dict[int, Load] = {}  # by seq_id: loads that wait for the disk
-        self._copying: dict[int, Load] = {}
+        self._loads: dict[int, Load] = {}  # by seq_id
         self._writes: dict[bytes, Future[None]] = {}
-        self._copies = GpuCopies(cache, self.host) if cache.is_cuda else None
-        self._gathered = torch.empty(0)  # on a CPU [k, 2L, words], until their slots are known
-        self.room = num_blocks if self._copies is None else self._copies.room  # evicted blocks at a time
 
     def measure_link(self) -> float:
         """Bytes a second to the device. It overwrites blocks and slots, so nothing may be in them yet; the kernels are compiled."""
-        if self._copies is None:
+        if not self.cache.is_cuda:
             return HOST_RATE
         numbers = list(range(min(len(self.host), self.room, self.cache.shape[1], 64)))
         self._copies.gather(numbers)
@@ -108,90 +107,97 @@ class BlockStore:
 
     def start_load_kv(self, meta: ConnectorMetadata) -> None:
         """Begin all that `meta` says, and wait for nothing."""
-        if meta.evicted and self._copies is not None:
+        if meta.evicted:
             self._copies.gather(meta.evicted)
-        elif meta.evicted:
-            self._gathered = self.cache[:, torch.tensor(meta.evicted)].transpose(0, 1)  # a copy
         for seq_id, transfer in meta.loads.items():
-            load = Load(transfer, {i: self._pool.submit(self._read, file) for i, file in transfer.files.items()})
-            if load.reads:
-                self._reading[seq_id] = load
-            else:
-                self._copy(seq_id, load)
+            reads = {i: self._pool.submit(self._read, file) for i, file in transfer.files.items()}
+            self._loads[seq_id] = load = Load(transfer, reads)
+            if not reads:
+                self._copy(load)
         for seq_id in meta.cancelled:
-            if (cancelled := self._reading.get(seq_id)) is not None:
+            if (cancelled := self._loads.get(seq_id)) is not None:
                 cancelled.is_cancelled = True
-            elif (cancelled := self._copying.get(seq_id)) is not None and cancelled.done is not None:
-                torch.cuda.current_stream().wait_event(cancelled.done)  # the coming steps may write to its blocks
+                if cancelled.done is not None:
+                    torch.cuda.current_stream().wait_event(cancelled.done)  # the coming steps may write to its blocks
 
     def save(self, slots: list[int], writes: list[BlockFile]) -> None:
         """Copy what was gathered last to its slots. Then write files."""
-        if self._copies is not None:
-            self._copies.send(slots)
-        elif slots:
-            numbers = torch.tensor(slots)
-            is_kept = numbers != NOT_KEPT
-            self.host[numbers[is_kept]] = self._gathered[is_kept]
+        self._copies.send(slots)
         for file in writes:
             self._writes[file.key] = self._pool.submit(self._write, file)
 
     def get_finished(self) -> Report:
         """What has ended. What was read from the disk by now goes on its way."""
         report = Report()
-        for seq_id, load in list(self._reading.items()):
-            if all(read.done() for read in load.reads.values()):
+        for seq_id, load in list(self._loads.items()):
+            if not load.is_copying and all(read.done() for read in load.reads.values()):
                 load.failed = {i for i, read in load.reads.items() if read.exception()}
                 if seconds := [read.result() for i, read in load.reads.items() if i not in load.failed]:
                     report.disk_rate = NUM_THREADS * self.block_bytes * len(seconds) / sum(seconds)
-                self._copy(seq_id, self._reading.pop(seq_id))
-        for seq_id, load in list(self._copying.items()):
-            if load.done is None or load.done.query():
-                report.loads[seq_id] = self._copying.pop(seq_id).failed
-        for key, write in list(self._writes.items()):
-            if write.done():
-                del self._writes[key]
-                report.written.append(key)
-                if (error := write.exception()) is not None:
-                    report.error = str(error)
+                self._copy(load)
+            if load.is_copying and (load.done is None or load.done.query()):
+                report.loads[seq_id] = self._loads.pop(seq_id).failed
+        for key in [key for key, write in self._writes.items() if write.done()]:
+            report.written.append(key)
+            if (error := self._writes.pop(key).exception()) is not None:
+                report.error = str(error)
         return report
 
     def close(self) -> None:
         """End the threads and give the pinned memory back."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._copies is not None:
-            self._copies.close()
+        self._copies.close()
 
-    def _copy(self, seq_id: int, load: Load) -> None:
+    def _copy(self, load: Load) -> None:
         """Have a load copied to the cache, unless nobody waits for it."""
-        self._copying[seq_id] = load
-        slots, block_ids, _ = load.transfer
-        if load.failed:
-            numbers = [i for i in range(len(slots)) if i not in load.failed]
-            slots, block_ids = [slots[i] for i in numbers], [block_ids[i] for i in numbers]
-        if load.is_cancelled or not slots:
-            return
-        if self._copies is not None:
-            load.done = self._copies.load(slots, block_ids)
-        else:
-            move(self.cache, self.host[torch.tensor(slots)], on_device(block_ids, self.cache.device), to_cache=True)
+        load.is_copying = True
+        numbers = [i for i in range(len(load.transfer.slots)) if i not in load.failed]
+        if numbers and not load.is_cancelled:
+            slots, block_ids, _ = load.transfer
+            load.done = self._copies.load([slots[i] for i in numbers], [block_ids[i] for i in numbers])
 
     def _row(self, slot: int) -> memoryview:
         """A slot's bytes, when nothing is on its way to it."""
-        if self._copies is not None:
-            self._copies.wait_for(slot)
+        self._copies.wait_for(slot)
         return self.host[slot].numpy().data.cast("B")
 
     def _write(self, file: BlockFile) -> None:
-        assert self._files is not None
         self._files.write(file.key, file.token_ids, self._row(file.slot))
 
     def _read(self, file: BlockFile) -> float:
         """The seconds it took. Raises ValueError if the file is not there, or not right."""
-        assert self._files is not None
         start = time.perf_counter()
         if not self._files.read(file.key, file.token_ids, self._row(file.slot)):
             raise ValueError("no such block")
         return time.perf_counter() - start
+
+
+class CpuCopies:
+    """The copies where the cache is host memory, too: each has ended when the call returns."""
+
+    def __init__(self, cache: torch.Tensor, host: torch.Tensor) -> None:
+        self._cache, self._host, self.room = cache, host, cache.shape[1]
+        self._gathered = torch.empty(0)  # [k, 2L, words], until their slots are known
+
+    def gather(self, block_ids: list[int]) -> None:
+        """Copy blocks before the next step. `send` must follow."""
+        self._gathered = self._cache[:, torch.tensor(block_ids)].transpose(0, 1)
+
+    def send(self, slots: list[int]) -> None:
+        """Copy what was gathered to its slots."""
+        for slot, block in zip(slots, self._gathered, strict=False):
+            if slot != NOT_KEPT:
+                self._host[slot] = block
+
+    def load(self, slots: list[int], block_ids: list[int]) -> Any:
+        """Copy slots to blocks."""
+        move(self._cache, self._host[torch.tensor(slots)], torch.tensor(block_ids), to_cache=True)
+
+    def wait_for(self, slot: int) -> None:
+        """Nothing is ever on its way."""
+
+    def close(self) -> None:
+        """Nothing is pinned."""
 
 
 class GpuCopies:
@@ -215,7 +221,9 @@ class GpuCopies:
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
         self._came: Any = None  # the event of the last load's end
         self._sender = ThreadPoolExecutor(1, "kv-send")
-        self._free: list[tuple[int, Future[None] | None]] = [(i, None) for i in range(count)]  # and who still reads each
+        self._free: list[tuple[int, Future[None] | None]] = [
+            (i, None) for i in range(count)
+        ]  # and who still reads each
         self.room = count * self._chunk
         self._gathered: list[tuple[int, int]] = []  # buffers that are not sent yet, and how many blocks are in each
         self._sending: list[tuple[Future[None], set[int]]] = []  # slots, and when their blocks are there
@@ -304,19 +312,14 @@ def register_kv_caches(
 
     Raises ValueError if they hold no block, or cannot be pinned.
     """
-    cache, rank = cache_of(worker), dist.get_rank() if num_ranks > 1 else 0
-    block_bytes = cache.nbytes // cache.shape[1]
-    num_slots = num_bytes // block_bytes
-    if not num_slots:
-        raise ValueError(f"kv_offload holds no block: each rank has {num_bytes:,} bytes, and a block {block_bytes:,}")
-    if folder is not None and folder_bytes < block_bytes:
-        raise ValueError(
-            f"kv_offload_dir_size holds no block: each rank has {folder_bytes:,} bytes, and a block {block_bytes:,}"
-        )
+    block_bytes, rank = block_bytes_of(worker), dist.get_rank() if num_ranks > 1 else 0
+    for name, size in (("kv_offload", num_bytes), ("kv_offload_dir_size", folder_bytes)):
+        if size < block_bytes:
+            raise ValueError(f"{name} holds no block: each rank has {size:,} bytes, and a block {block_bytes:,}")
     files = None if folder is None else BlockFiles(folder, rank, folder_bytes)
     with worker.current:
-        worker.state[STORE] = store = BlockStore(cache, num_slots, files)
-        return num_slots, store.room, block_bytes, store.measure_link()
+        worker.state[STORE] = store = BlockStore(cache_of(worker), num_bytes // block_bytes, files)
+        return len(store.host), store.room, block_bytes, store.measure_link()
 
 
 def on_store(worker: Any, method: str, *arguments: Any) -> Any:

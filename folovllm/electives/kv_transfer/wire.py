@@ -13,21 +13,19 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Coroutine
-from math import prod
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import xxhash
 
 from folovllm.models.messages import printable
 
-MAGIC = b"FOLOKV3\n"  # the version is in it
+MAGIC = b"FOLOKV4\n"  # the version is in it
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
-STALLED = 10.0  # seconds
+PATIENCE = 10.0  # seconds for what a peer owes
+READ = 1 << 20  # bytes that are buffered beside the memory that they go to
 MOST_BYTES = 64 << 20  # of K/V at a time, for which no step runs in an engine
-SENT = 1 << 20  # bytes that go to a socket at once
-SLICE = 16 << 20  # bytes that one thread hashes at a time
 
 
 class WireError(ValueError):
@@ -45,15 +43,10 @@ class Layout(msgspec.Struct, array_like=True, frozen=True):
     """What the bytes of a block depend on, beside its tokens: they mean the same to two engines if all of this is equal."""
 
     model: bytes  # digest of configuration and weights
-    block_size: int  # B
     dtype: str  # of a number in the cache
-    shape: tuple[int, ...]  # of a block on one rank: [L, 2, Hkv, B, bytes of D numbers]
+    block_size: int  # B
     ranks: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, on all ranks."""
-        return self.ranks * prod(self.shape)
+    block_bytes: int  # on all ranks
 
     def require_same(self, other: Layout) -> None:
         """Raise WireError for the first thing in which another engine differs."""
@@ -82,42 +75,33 @@ class PrefillRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
         """Those of blocks `first` to `end - 1`."""
         return self.token_ids[4 * self.layout.block_size * first : 4 * self.layout.block_size * end]
 
+    def end_of(self, blocks: Blocks, first: int) -> int:
+        """The number behind the last of these blocks. Raises WireError unless they have this layout and are the next of the prompt, from number `first` on."""
+        self.layout.require_same(blocks.layout)
+        end = first + len(blocks.token_ids) // (4 * self.layout.block_size)
+        if end == first or blocks.token_ids != self.tokens(first, end):
+            raise WireError("the peer sent other blocks than it was asked for")
+        if (end - first) * self.layout.block_bytes > MOST_BYTES:
+            raise WireError(f"the peer sends {end - first} blocks of {self.layout.block_bytes} bytes")
+        return end
+
+    def query(self, first: int, end: int, memory: SegmentRef) -> dict[str, Any]:
+        """What tells an engine to copy blocks `first` to `end - 1` (`folovllm.electives.kv_transfer.blocks`)."""
+        where = msgspec.structs.astuple(memory)
+        return {"token_ids": self.tokens(0, end), "salt": self.salt, "first": first, "memory": where}
+
 
 class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """K/V of blocks `first` to `end - 1` of a prompt, [ranks, n, L, 2, Hkv, B, D]."""
+    """K/V of the next blocks of a prompt, [ranks, n, L, 2, Hkv, B, D]."""
 
     layout: Layout
-    first: int
-    end: int
-    token_ids: bytes  # of these blocks, int32
+    token_ids: bytes  # int32
     checksum: bytes  # of the K/V (`checksum_of`)
     memory: SegmentRef  # where they lie, on the peer's host
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the K/V."""
-        return (self.end - self.first) * self.layout.block_bytes
-
-    def require_answer(self, request: PrefillRequest, first: int) -> None:
-        """Raise WireError unless these are the next blocks, from number `first` on, of the prompt that was asked for."""
-        request.layout.require_same(self.layout)
-        if self.first != first or self.end <= first or self.token_ids != request.tokens(first, self.end):
-            raise WireError("the peer sent other blocks than it was asked for")
-        if self.num_bytes > MOST_BYTES or len(self.token_ids) != 4 * self.layout.block_size * (self.end - first):
-            raise WireError(f"the peer sends {self.end - first} blocks of {self.layout.block_bytes} bytes")
-
-
-class Copy(msgspec.Struct, array_like=True, frozen=True):
-    """What a server tells its engine: to copy blocks `first` to `end - 1` of a prompt between its cache and shared memory."""
-
-    request: PrefillRequest
-    first: int
-    end: int
-    memory: SegmentRef
-
 
 class Reply(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """To `Blocks`: their bytes are wanted, since the memory is not seen here; or they are taken in, and may be overwritten."""
+    """To `Blocks`: their bytes are wanted, since the memory is not seen here; or they have come, and may be overwritten."""
 
     wants: Literal["bytes", "next"]
 
@@ -132,10 +116,7 @@ class Refusal(msgspec.Struct, array_like=True, tag=True, frozen=True):
     message: str
 
 
-Message = PrefillRequest | Blocks | Reply | Done | Refusal
 T = TypeVar("T")
-M = TypeVar("M", bound=msgspec.Struct)
-_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 
 
 class Connection:
@@ -149,30 +130,30 @@ class Connection:
     async def handshake(self) -> None:
         """Prove to each other who one is. Raises WireError if the peer is another program, or does not know the secret."""
         own = secrets.token_bytes(NONCE)
-        await self.write(MAGIC + own)
-        theirs = await self.reader.readexactly(len(MAGIC) + NONCE)
-        if not theirs.startswith(MAGIC):
-            raise WireError("this is no peer of ours: another program, or another version of it, answers there")
-        numbers = (own, theirs[len(MAGIC) :])
-        await self.write(self._proof(self._is_server, numbers))
-        expected = self._proof(not self._is_server, numbers[::-1])
-        if not hmac.compare_digest(await self.reader.readexactly(len(expected)), expected):
-            raise WireError("the peer has another secret: FOLOVLLM_PEER_SECRET must be one text on both sides")
+        async with asyncio.timeout(PATIENCE):
+            await self.write(MAGIC + own)
+            theirs = await self.reader.readexactly(len(MAGIC) + NONCE)
+            if not theirs.startswith(MAGIC):
+                raise WireError("this is no peer of ours: another program, or another version of it, answers there")
+            numbers = (own, theirs[len(MAGIC) :])
+            await self.write(self._proof(self._is_server, numbers))
+            expected = self._proof(not self._is_server, numbers[::-1])
+            if not hmac.compare_digest(await self.reader.readexactly(len(expected)), expected):
+                raise WireError("the peer has another secret: FOLOVLLM_PEER_SECRET must be one text on both sides")
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: msgspec.Struct) -> None:
         """Send a message. Raises TimeoutError, an OSError, if the peer takes nothing for too long."""
-        body = _encoder.encode(message)
+        body = msgspec.msgpack.encode(message)
         await self.write(len(body).to_bytes(4, "little") + body)
 
     async def write(self, data: bytes | memoryview) -> None:
         """Write bytes. Raises TimeoutError, an OSError, if the peer takes nothing for too long."""
-        for at in range(0, len(data), SENT):
-            self.writer.write(data[at : at + SENT])
-            async with asyncio.timeout(STALLED):
-                await self.writer.drain()
+        self.writer.write(data)
+        async with asyncio.timeout(PATIENCE):
+            await self.writer.drain()
 
-    async def receive(self, kind: type[M], *others: type[M], limit: int = SHORT) -> M:
-        """The next message, which must be of one of these kinds.
+    async def receive(self, kind: Any, limit: int = SHORT) -> Any:
+        """The next message, which must be of this kind (a class, or several joined by |).
 
         Raises:
             WireError: it is none, is longer than `limit` bytes, or is a `Refusal`, whose sentence it has.
@@ -182,19 +163,17 @@ class Connection:
         if length > limit:
             raise WireError(f"the peer announces {length} bytes where {limit} are the most")
         try:
-            message = _decoder.decode(await self.reader.readexactly(length))
+            message = msgspec.msgpack.decode(await self.reader.readexactly(length), type=kind | Refusal)
         except msgspec.MsgspecError as error:
-            raise WireError(f"the peer's message is none of ours: {error}") from error
+            raise WireError(f"the peer sent another message than it owes: {error}") from error
         if isinstance(message, Refusal):
             raise WireError(printable(message.message, 300))  # it is logged
-        if not isinstance(message, (kind, *others)):
-            raise WireError(f"the peer sent a {type(message).__name__} where a {kind.__name__} was due")
-        return cast(M, message)
+        return message
 
     async def read_into(self, data: memoryview) -> None:
         """Fill memory with bytes that come."""
-        for at in range(0, len(data), SENT):
-            part = data[at : at + SENT]
+        for at in range(0, len(data), READ):
+            part = data[at : at + READ]
             part[:] = await self.reader.readexactly(len(part))
 
     def _proof(self, by_server: bool, numbers: tuple[bytes, bytes]) -> bytes:
@@ -203,10 +182,8 @@ class Connection:
 
 
 async def checksum_of(data: memoryview) -> bytes:
-    """The checksum of K/V: of the checksums of its slices, which threads compute at once."""
-    slices = [data[at : at + SLICE] for at in range(0, len(data), SLICE)]
-    digests = await asyncio.gather(*(asyncio.to_thread(xxhash.xxh3_128_digest, part) for part in slices))
-    return xxhash.xxh3_128_digest(b"".join(digests))
+    """The checksum of K/V. A thread computes it, so that the event loop goes on."""
+    return await asyncio.to_thread(xxhash.xxh3_128_digest, data)
 
 
 async def unless(leaving: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T:
