@@ -51,11 +51,9 @@ class TestWorkloads:
 
     def test_a_file(self, tmp_path: Path) -> None:
         file = tmp_path / "requests.jsonl"
-        file.write_text(
-            '{"prompt_len": 7, "output_len": 3, "arrival": 0.5}\n\n{"prompt_token_ids": [5, 6], "output_len": 2}\n'
-        )
+        file.write_text('{"prompt_len": 7, "output_len": 3}\n\n{"prompt_token_ids": [5, 6], "output_len": 2}\n')
         first, second = load_workload(str(file), 1000).requests
-        assert first == BenchRequest([5, 6], 2) and (len(second.prompt), second.arrival) == (7, 0.5)
+        assert (len(first.prompt), first.output_len) == (7, 3) and second == BenchRequest([5, 6], 2)
 
     @pytest.mark.parametrize(
         "line", ["{}", "nonsense", '{"prompt_len": 3}', '{"prompt_len": 0, "output_len": 1}', "[1]"]
@@ -97,12 +95,6 @@ class TestRuns:
         assert seen.partial and 0 < seen.output_tokens < 5000 and seen.seconds < 3
         assert "of the roofline" not in metrics_of([seen], bound=1.0)
         assert_nothing_left(engine)
-
-    def test_requests_arrive_when_they_arrive(self) -> None:
-        engine = make_engine(tiny_checkpoint())
-        later = Workload("later", [BenchRequest([1, 2, 3], 2), BenchRequest([1, 2, 3], 2, arrival=0.2)])
-        seen = run_workload(engine, later)
-        assert seen.seconds >= 0.2 and len(seen.outputs) == 2 and seen.batch == seen.steps == 4
 
     def test_too_long_for_the_context(self) -> None:
         with pytest.raises(ValueError, match="longest request has 140 tokens"):

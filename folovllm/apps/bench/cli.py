@@ -51,7 +51,7 @@ def add_to(app: typer.Typer) -> None:
 
 def throughput(
     workload: Annotated[
-        str, typer.Option(help="default, mixed, nano-vllm, or a file of JSON lines: prompt_len, output_len, arrival.")
+        str, typer.Option(help="default, mixed, nano-vllm, or a file of JSON lines: prompt_len, output_len.")
     ] = "default",
     requests: Requests = None,
     compare: Compare = None,
@@ -78,10 +78,10 @@ def latency(
     **given: Any,
 ) -> None:
     """One request alone, 128 tokens in and 256 out: times to the first token and between tokens."""
-    from folovllm.apps.bench.throughput import bench_latency
+    from folovllm.apps.bench.throughput import bench_throughput
 
     with contenders(given, compare, random_weights) as engines:
-        found = bench_latency(engines, repeats, limit)
+        found = bench_throughput(engines, "latency", None, repeats, limit, "latency")
     finish(found, save)
 
 
@@ -158,9 +158,7 @@ def serve(
         str | None, typer.Option(help="A server that runs; without it, one of our own is started for each preset.")
     ] = None,
     compare: Compare = None,
-    workload: Annotated[
-        str, typer.Option(help="mixed, default, nano-vllm, or a file of JSON lines; arrivals are those of --rates.")
-    ] = "mixed",
+    workload: Annotated[str, typer.Option(help="mixed, default, nano-vllm, or a file of JSON lines.")] = "mixed",
     requests: Requests = None,
     rates: Annotated[
         str | None, typer.Option(help="Requests a second, one load after the other; by default 1,2,4,8.")
@@ -208,7 +206,7 @@ def numbers(flag: str, text: str) -> list[float]:
     """ "1,2.5" -> [1.0, 2.5]. Raises ValueError for what is no number above 0."""
     with suppress(ValueError):
         found = [float(item) for item in text.split(",")]
-        if all(0 < number < 1e6 for number in found):
+        if min(found) > 0:
             return found
     raise ValueError(f"{flag} takes numbers above 0 with commas between them, say 1,2,4, not {text!r}")
 

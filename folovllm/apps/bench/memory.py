@@ -13,23 +13,9 @@ from typing import Any
 from folovllm.apps.bench.contenders import Contender, used_settings
 from folovllm.apps.bench.report import Metric, Result, Run
 from folovllm.apps.bench.serve import Observed, run_workload, running, warm_up
+from folovllm.apps.bench.throughput import metrics_of
 from folovllm.apps.bench.workload import Workload, mixed_workload
 from folovllm.config import PRESETS, EngineConfig
-
-
-def metrics_of(seen: Observed) -> dict[str, Metric]:
-    """What one preset made of the memory."""
-    filled = fmean(stats.kv_bytes_used / stats.kv_bytes_total for stats in seen.looks)
-    return {
-        "sequences in flight, mean": Metric.of([seen.mean_running]),
-        "sequences in flight, most": Metric.of([max(stats.running for stats in seen.looks)]),
-        "output tokens": Metric.of([seen.tokens_per_second], "/s"),
-        "output tokens a CPU second": Metric.of([seen.tokens_per_cpu_second], "/s"),
-        "reserved and empty": Metric.of([100 * seen.mean_waste], "%", higher_is_better=False),
-        "of the cache filled": Metric.of([100 * filled], "%"),
-        "steps": Metric.of([seen.steps], higher_is_better=False),
-        "preemptions": Metric.of([seen.preemptions], higher_is_better=False),
-    }
 
 
 def bench_memory(contenders: list[Contender], slots: int = 8, max_model_len: int = 512, count: int = 96) -> Result:
@@ -49,8 +35,14 @@ def bench_memory(contenders: list[Contender], slots: int = 8, max_model_len: int
     result = Result("memory", workload.describe())
     for name, fields in contenders:
         seen = measure(workload=workload, slots=slots, **{**fields, "max_model_len": max_model_len})
+        filled = 100 * fmean(stats.kv_bytes_used / stats.kv_bytes_total for stats in seen.looks)
+        own = {
+            "most sequences in a step": Metric.of([max(stats.running for stats in seen.looks)]),
+            "of the cache filled": Metric.of([filled], "%"),
+            "preemptions": Metric.of([seen.preemptions], higher_is_better=False),
+        }
         cache = {"block_size": seen.block_size, "kv_bytes": seen.kv_bytes}
-        result.runs.append(Run(name, used_settings(EngineConfig(**fields)) | cache, metrics_of(seen)))
+        result.runs.append(Run(name, used_settings(EngineConfig(**fields)) | cache, metrics_of([seen]) | own))
     return result
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -43,19 +43,14 @@ class Metric:
         return cls(statistics.median(values), (min(values), max(values)), unit, higher_is_better)
 
 
-def quantile(values: Iterable[float], share: float) -> float:
-    """Return the smallest value that at least this share of all does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def latencies(name: str, passes: list[list[float]]) -> dict[str, Metric]:
     """Median and 99th percentile of seconds, in milliseconds, over the repeats. Nothing where a repeat has none."""
-    shares = {"median": 0.5, "p99": 0.99} if all(passes) else {}
-    return {
-        f"{name} {title}": Metric.of([1e3 * quantile(one, share) for one in passes], "ms", False)
-        for title, share in shares.items()
-    }
+
+    def over(share: float) -> Metric:
+        """The smallest value of each repeat that at least this share of all does not exceed."""
+        return Metric.of([1e3 * sorted(one)[min(len(one) - 1, int(share * len(one)))] for one in passes], "ms", False)
+
+    return {f"{name} median": over(0.5), f"{name} p99": over(0.99)} if all(passes) else {}
 
 
 @dataclass(slots=True)
@@ -116,8 +111,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.is_file() else []
     cpu = names[0] if names else platform.processor() or platform.machine()
     found = {"cpu": cpu, "cores": num_cores(), "torch_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
@@ -136,12 +130,10 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """Return the checkout's commit, with a "+" if files differ from it; None outside of a checkout."""
-    root = Path(folovllm.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    root, command = Path(folovllm.__file__).parents[1], ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        if (root / ".git").exists():
+            return subprocess.check_output(command, cwd=root, stderr=subprocess.DEVNULL, text=True).strip()
     return None
 
 
@@ -155,16 +147,12 @@ def show(result: Result, console: Console | None = None) -> None:
         if i:
             table.add_column(f"/ {result.runs[0].name}", justify="right", style="bold")
     for name in dict.fromkeys(name for run in result.runs for name in run.metrics):
-        table.add_row(*_row(name, [run.metrics.get(name) for run in result.runs]))
+        first, *others = (run.metrics.get(name) for run in result.runs)
+        unit = next(metric.unit for metric in (first, *others) if metric)
+        cells = (cell for each in others for cell in (_number(each), ratio(first, each)))
+        table.add_row(escape(f"{name} [{unit}]" if unit else name), _number(first), *cells)
     console.print(table)
     console.print(machine_line(result), style="dim")
-
-
-def _row(name: str, metrics: list[Metric | None]) -> list[str]:
-    known = next(metric for metric in metrics if metric)
-    title = escape(f"{name} [{known.unit}]" if known.unit else name)
-    first, *others = metrics
-    return [title, _number(first), *(cell for each in others for cell in (_number(each), ratio(first, each)))]
 
 
 def _number(metric: Metric | None) -> str:

@@ -22,10 +22,9 @@ ROOFLINE = "of the roofline"
 WASTE = "KV memory wasted"
 LONGEST_GAP = "longest wait between tokens"
 REUSED = "prompt tokens found"
-OF_MANY = ("requests finished", "steps", "sequences a step", "TTFT p99", "TPOT p99", "prompt and output tokens")
 
 
-def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]:
+def metrics_of(passes: list[Observed], bound: float | None = None) -> dict[str, Metric]:
     """The figures of one or several passes; `bound` is the roofline's time for the whole workload."""
 
     def over(value: Callable[[Observed], float], unit: str = "", higher_is_better: bool = True) -> Metric:
@@ -34,7 +33,7 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
     metrics = {
         "output tokens": over(lambda p: p.tokens_per_second, "tok/s"),
         "prompt and output tokens": over(lambda p: (p.prompt_tokens + p.output_tokens) / p.seconds, "tok/s"),
-        PER_CPU_SECOND: over(lambda p: p.tokens_per_cpu_second, "tok/s"),
+        PER_CPU_SECOND: over(lambda p: p.output_tokens / max(p.cpu_seconds, 1e-9), "tok/s"),
         "time": over(lambda p: p.seconds, "s", False),
         "time on the CPU": over(lambda p: p.cpu_seconds, "s", False),
         "requests finished": over(lambda p: len(p.outputs)),
@@ -46,7 +45,7 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
     if any(p.reused for p in passes):
         metrics[REUSED] = over(lambda p: 100 * p.reused / max(1, p.prompt_tokens), "%")
     metrics["steps"] = over(lambda p: p.steps, "", False)
-    metrics["sequences a step"] = over(lambda p: p.batch / max(1, p.steps))
+    metrics["sequences a step"] = over(lambda p: p.mean_running)
     if all(p.looks for p in passes):
         metrics[WASTE] = over(lambda p: 100 * p.mean_waste, "%", False)
     if bound is not None and not any(p.partial for p in passes):
@@ -55,12 +54,9 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
 
 
 def bench_throughput(
-    contenders: list[Contender],
-    workload_name: str = "default",
-    count: int | None = None,
-    repeats: int = 1,
-    limit: float | None = None,
-) -> Result:
+    contenders: list[Contender], workload_name: str = "default", count: int | None = None, repeats: int = 1,
+    limit: float | None = None, benchmark: str = "throughput",
+) -> Result:  # fmt: skip
     """Run the workload through each contender, one after the other: (name, fields of EngineConfig).
 
     Each engine serves a few other requests first (its warm-up); prefix caches are emptied before each pass. Greedy
@@ -71,7 +67,7 @@ def bench_throughput(
     workload = load_workload(workload_name, setup.vocab_size, count)
     use_threads(setup)  # the rates are of this number of threads
     rates = measure_rates(setup.device, setup.dtype)  # before an engine takes the memory
-    result = Result("throughput", workload.describe())
+    result = Result(benchmark, workload.describe())
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
     first: Answers = {}
     for name, config in configs:
@@ -90,15 +86,6 @@ def bench_throughput(
             metrics |= _agreement(first, answers)
         first = first if result.runs else answers
         result.runs.append(Run(name, used_settings(config), metrics, any(p.partial for p in passes)))
-    return result
-
-
-def bench_latency(contenders: list[Contender], repeats: int = 3, limit: float | None = None) -> Result:
-    """Measure what a single user feels: a prompt of 128 tokens and an answer of 256, with nobody else there."""
-    result = bench_throughput(contenders, "latency", repeats=repeats, limit=limit)
-    result.benchmark = "latency"
-    for run in result.runs:
-        run.metrics = {name: metric for name, metric in run.metrics.items() if name not in OF_MANY}
     return result
 
 
