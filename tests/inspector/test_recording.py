@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from folovllm.apps.inspector import lines
 from folovllm.apps.inspector.lines import LineWriter, Texts, TokenTexts, tokens_of_entry
@@ -22,7 +20,6 @@ from folovllm.apps.inspector.watcher import Watcher
 from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import LLMEngine
 from tests.helpers import tiny_tokenizer
-from tests.inspector.browser import SAMPLES
 from tests.m5.test_events import GREEDY, World, engine
 
 EVERY = ["m1", "m2", "m3", "m5", "m6"]
@@ -160,55 +157,25 @@ def test_texts_of_bytes_and_of_pieces() -> None:
     assert TokenTexts(SentencePiece()).of([2, 5, 6, 7]) == {"2": "</s>", "5": " the", "6": [0xE2], "7": "A"}  # type: ignore[arg-type]
 
 
-HEADER = {"format": "folovllm recording", "version": 2, "engine": {"num_kv_blocks": 4, "block_size": 4}}
-SNAPSHOT = '["Snapshot",4,4,1,8,0,[],[]]'
-DEEP = "[" * 100_000
+HEADER = '{"format": "folovllm recording", "version": 2, "engine": {}}\n'
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "x.jsonl is no recording"),
-        (DEEP + "\n", "is no recording"),
-        (json.dumps(HEADER | {"version": 1}), "x.jsonl is a recording of version 1, and this reads version 2: record"),
-        (json.dumps(HEADER | {"engine": None}), "does not describe its engine"),
-        (json.dumps(HEADER | {"engine": {"num_kv_blocks": 1 << 40, "block_size": 1}}), "does not describe its engine"),
-        (f"{json.dumps(HEADER)}\nno\n[]\n", "x.jsonl, line 2 is no JSON"),
-        (f"{json.dumps(HEADER)}\n{DEEP}]\n", "line 2 is no JSON"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[]]\n', "does not begin with a snapshot"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Sing",1]]]\n', "line 2 is no line of a recording: .*Sing"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[["BlockFreed",1e99]]]\n', "line 2 is no line of a recording"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["BlockFreed",9]]]\n', "line 2: block 9 of 4"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Snapshot",4611686018427387904,4,1,8,0,[],[]]]]\n', "line 2: block 46"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["TableFreed",1,[[-5,0]]]]]\n', "line 2: block -5 of 4"),
+        ("[" * 100_000 + "\n", "is no recording"),
+        (HEADER.replace("2", "1"), "x.jsonl is a recording of version 1, and this reads version 2: record"),
+        (f"{HEADER}no\n[]\n", "x.jsonl, line 2 is no line of a recording"),
+        (f"{HEADER}{'[' * 100_000}]\n", "line 2 is no line of a recording"),
+        (f'{HEADER}["Turn",0,0,[["Sing",1]]]\n', "line 2 is no line of a recording: .*Sing"),
+        (f'{HEADER}["Turn",0,0,[["BlockFreed",1e99]]]\n', "line 2 is no line of a recording"),
     ],
 )
 def test_what_is_no_recording_is_refused_in_a_sentence(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(ValueError, match=says):
         read(tmp_path / "x.jsonl")
-
-
-@settings(max_examples=200)
-@given(die=st.randoms(use_true_random=False))
-def test_a_damaged_recording_is_read_or_refused_and_ends_in_nothing_else(die: Any) -> None:
-    """A value is replaced, or the file is cut off."""
-    rows = (SAMPLES / "m5.jsonl").read_text(encoding="utf-8").splitlines()
-    number = die.randrange(len(rows))
-    value = place = json.loads(rows[number])
-    while isinstance(place, list | dict) and place:
-        inner, key = place, die.choice(list(place) if isinstance(place, dict) else range(len(place)))
-        place = place[key]
-        if die.random() < 0.3:
-            break
-    inner[key] = die.choice([None, -1, 1 << 62, 10**30, 0.5, "x", [], {}, True, [[[]]], "Turn", "StepEnded"])
-    rows[number] = json.dumps(value)
-    text = "\n".join(rows)
-    try:
-        for turn in parse(text[: die.choice((len(text), die.randrange(len(text))))], "x").turns():
-            assert turn.events is not None
-    except ValueError as error:
-        assert "\n" not in str(error) and str(error).startswith("x")
 
 
 class TestTheFile:
