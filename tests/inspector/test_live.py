@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import httpx
 import pytest
 
 from folovllm.apps.inspector import live, paced
@@ -33,43 +34,34 @@ TIGHT = {"model": str(tiny_checkpoint()), "device": "cpu", "block_size": 4, "num
 TIGHT |= {"max_num_seqs": 4, "max_num_batched_tokens": 16, "milestone": "m5"}
 
 
+@dataclass
 class Looker:
     """A client of the stream."""
 
-    def __init__(self, server: Background, key: str | None = None, path: str = "/inspector/events", **headers: str):
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        self._connection.request("GET", path, headers=headers)
-        self.response = self._connection.getresponse()
-        self.lines: list[str] = []
+    response: httpx.Response
+    lines: list[str] = field(default_factory=list)
 
-    def read_until(self, holds: Callable[[str], bool]) -> list[str]:
-        """Lines up to the first for which it holds."""
-        while True:
-            line = self.response.readline().decode()
-            assert line, "the stream has ended"
-            if line.startswith("data: "):
-                self.lines.append(line.removeprefix("data: ").rstrip("\n"))
-                if holds(self.lines[-1]):
-                    return self.lines
-
-    def rest(self) -> list[str]:
-        """All lines to the end of the stream."""
-        data = self.response.read().decode()
-        self.lines += [line.removeprefix("data: ") for line in data.splitlines() if line.startswith("data: ")]
+    def read_until(self, holds: Callable[[str], bool] = lambda _: False) -> list[str]:
+        """Lines up to the first for which it holds, or to the end of the stream."""
+        for line in self._lines:
+            self.lines.append(line)
+            if holds(line):
+                break
         return self.lines
+
+    @cached_property
+    def _lines(self) -> Iterator[str]:
+        return (line.removeprefix("data: ") for line in self.response.iter_lines() if line.startswith("data: "))
 
     def recording(self) -> Recording:
         return parse("".join(line + "\n" for line in self.lines), "live")
 
-    def close(self) -> None:
-        self.response.close()
-        self._connection.close()
 
-
-def looking(server: Background, **options: Any) -> closing[Looker]:
-    return closing(Looker(server, **options))
+@contextmanager
+def looking(server: Background, path: str = "/inspector/events", key: str | None = None) -> Iterator[Looker]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with httpx.stream("GET", f"{server.url}{path}", headers=headers, timeout=PATIENCE) as response:
+        yield Looker(response)
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -84,21 +76,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Background]:
 
 def ask(server: Background, prompt: list[int], status: int = 200) -> None:
     """Ask for six tokens."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    assert connection.getresponse().status == status
-    connection.close()
-
-
-def finished(times: int) -> Callable[[str], bool]:
-    seen = [0]
-
-    def holds(line: str) -> bool:
-        seen[0] += line.count('["Finished"')
-        return seen[0] >= times
-
-    return holds
+    assert server.ask("/v1/completions", body)[0] == status
 
 
 def replayed(found: Recording) -> Watcher:
@@ -111,12 +90,13 @@ def replayed(found: Recording) -> Watcher:
 
 def test_the_stream_is_a_recording(server: Background) -> None:
     with looking(server) as looker:
-        assert looker.response.status == 200
+        assert looker.response.status_code == 200
         assert looker.response.headers["content-type"].startswith("text/event-stream")
         looker.read_until(lambda line: line.startswith('["Turn"'))
         for prompt in ([1] * 9, [1] * 8 + [7]):
             ask(server, prompt)
-        looker.read_until(finished(2))
+        while sum(line.count('["Finished"') for line in looker.lines) < 2:
+            looker.read_until(lambda line: '["Finished"' in line)
         found = looker.recording()
         assert found.header["engine"]["block_size"] == 4 and found.header["title"] == "live"
         watcher = replayed(found)
@@ -142,25 +122,22 @@ class TestWhoMayLook:
     def test_without_the_flag_there_is_nothing(self) -> None:
         with Background(ServerConfig(), **TIGHT) as server:
             for path in ("/inspector", "/inspector/events", "/inspector/static/main.js"):
-                with looking(server, path=path) as looker:
-                    assert looker.response.status == 404
+                assert server.ask(path)[0] == 404
 
     def test_the_stream_wants_the_key_and_the_page_does_not(self) -> None:
         with Background(ServerConfig(inspector=True, api_key=["secret"]), **TIGHT) as server:
             for key, status in ((None, 401), ("wrong", 401), ("secret", 200)):
                 with looking(server, key=key) as looker:
-                    assert looker.response.status == status
-            with looking(server, path="/inspector") as looker:
-                page = looker.response.read().decode()
-                assert looker.response.status == 200 and '"needs_key":true' in page
-                assert "default-src 'none'" in looker.response.headers["content-security-policy"]
+                    assert looker.response.status_code == status
+            page = httpx.get(f"{server.url}/inspector")
+            assert page.status_code == 200 and '"needs_key":true' in page.text
+            assert "default-src 'none'" in page.headers["content-security-policy"]
 
     def test_files_outside_are_not_there(self, server: Background) -> None:
         for name in ("../page.py", "%2e%2e/page.py", "..%2fpage.py", "no.js", "index.html"):
-            with looking(server, path=f"/inspector/static/{name}") as looker:
-                assert looker.response.status == 404, name
-        with looking(server, path="/inspector/static/main.js") as looker:
-            assert looker.response.headers["content-type"].startswith("text/javascript")
+            assert server.ask(f"/inspector/static/{name}")[0] == 404, name
+        main = httpx.get(f"{server.url}/inspector/static/main.js")
+        assert main.headers["content-type"].startswith("text/javascript")
 
 
 @pytest.mark.parametrize("transport", BOTH)
@@ -172,13 +149,12 @@ def test_an_engine_that_ends_says_how(transport: str, request: pytest.FixtureReq
         looker.read_until(lambda line: line.startswith('["Turn"'))
         if transport == "process":
             os.kill(server.engine._transport.pid, signal.SIGKILL)  # type: ignore[attr-defined, arg-type]
-            assert not any(line.startswith('["Done"') for line in looker.rest()), "it had no time to"
+            assert not any(line.startswith('["Done"') for line in looker.read_until()), "it had no time to"
             return
         place.inner.scheduler.schedule = lambda: 1 // 0
         ask(server, [1], status=500)
-        assert parse("".join(f"{line}\n" for line in looker.rest()), "x").how == (
-            "ZeroDivisionError: integer division or modulo by zero"
-        )
+        looker.read_until()
+        assert looker.recording().how == "ZeroDivisionError: integer division or modulo by zero"
 
 
 class TestLines:
@@ -244,7 +220,6 @@ class TestReaders:
         subscribers.publish([self.MORE, self.BEGINNING, self.MORE])
         assert first.read() == self.BEGINNING + 3 * self.MORE and second.read() == self.BEGINNING + self.MORE
         assert asked == [True, True]
-        subscribers.remove(first)
         subscribers.remove(first)
         assert asked == [True, True]
         subscribers.remove(second)

@@ -70,23 +70,23 @@ class TestPlaying:
             page.wait_for_function(f"{TICK} > {stop}")
             assert not page.locator(".asks").is_visible()
 
-    def test_a_link_to_a_moment_wins(self, browser: Any, tmp_path: Path) -> None:
-        with shown(browser) as here:
-            page = opened(here, scenes()["memory"].files, tmp_path, "t=30")
-            assert page.evaluate(TICK) == 30 and not page.evaluate("inspector.player.playing")
-            assert page.locator("a.chapter").get_attribute("href") == "../3_paged_kv/"
-            assert not page.locator(".experts, .states").locator("visible=true").count()
+
+PANELS = {  # scene: a moment, and what a part of the page says then
+    "memory": (30, "a.chapter", "Read its chapter"),
+    "states": (18, ".said", "begins as a copy of the snapshot after 32 tokens"),
+    "offload": (49, ".states .facts", "6 blocks were evicted, and have a copy in host memory"),
+    "experts": (46, ".experts .facts", "this step reads the weights of "),
+}
 
 
-class TestFirstScreen:
-    def test_it_shows_what_the_scene_is_about(self, browser: Any, tmp_path: Path) -> None:
-        """On a phone, too, without scrolling."""
-        panels = {"chunks": ".timeline", "experts": ".experts", "states": ".states", "blocks": ".memory"}
-        with shown(browser, viewport={"width": 390, "height": 844}) as here:
-            for name, panel in panels.items():
-                page = opened(here, scenes()[name].files, tmp_path, "t=5")
-                box, player = (page.locator(f"{it} canvas").first.bounding_box() for it in (panel, ".player"))
-                assert box and player and box["y"] + box["height"] <= player["y"], name
+@pytest.mark.parametrize("name", PANELS)
+def test_what_a_panel_says(browser: Any, name: str, tmp_path: Path) -> None:
+    """At the moment that a link names; the recording does not play on."""
+    moment, panel, says = PANELS[name]
+    with shown(browser) as here:
+        page = opened(here, scenes()[name].files, tmp_path, f"t={moment}")
+        assert says in page.locator(panel).inner_text()
+        assert page.evaluate(TICK) == moment and not page.evaluate("inspector.player.playing")
 
 
 class TestChoice:
@@ -112,65 +112,6 @@ class TestChoice:
         batch = SamplingBatch.from_specs(specs, positions, torch.device("cpu"))
         assert found["chosen"] == Sampler().sample(logits, batch).tolist()
         assert len(set(found["drawn"])) > 20 and found["recorded"] == found["drawn"]
-
-    def test_by_keyboard(self, browser: Any, tmp_path: Path) -> None:
-        """A slider's keys are its own, and do not move the recording."""
-        with shown(browser, viewport={"width": 390, "height": 844}) as here:
-            page = opened(here, scenes()["choose"].files, tmp_path, "t=1")
-            assert page.locator(".winner").inner_text() == "“␣girl” wins with 44.3%; greedy takes “␣boy”."
-            page.locator("[name=temperature]").focus()
-            page.keyboard.press("Home")
-            page.evaluate(DRAWN)
-            assert page.locator(".winner").inner_text().startswith("“␣boy” wins with 100.0%: the likeliest token")
-            assert page.locator(".tokens tr").count() == 11 and page.locator(".tokens .cut").count() == 9
-            assert page.evaluate(TICK) == 1
-            page.locator("[name=seed]").fill("12.5")
-            page.keyboard.press("Enter")
-            page.get_by_role("button", name="Next seed").click()
-            assert page.locator("[name=seed]").input_value() == "13"
-            page.get_by_role("button", name="As recorded").click()
-            page.evaluate(DRAWN)
-            assert page.locator(".tokens .wins code").inner_text() == "␣girl"
-            assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-class TestExperts:
-    def test_what_a_step_reads(self, browser: Any, tmp_path: Path) -> None:
-        """The cells of a step are the difference of what was counted before and after it."""
-        with shown(browser) as here:
-            page = opened(here, scenes()["experts"].files, tmp_path, "t=46")
-            facts = page.locator(".experts .facts").inner_text()
-            counts = here.run("const {experts} = inspector.lanes[0].recording; return [experts[45], experts[46]]")
-            read = [b - a for before, after in zip(*counts, strict=True) for a, b in zip(before, after, strict=True)]
-            assert (
-                sum(read) == 12
-                and facts == f"this step reads the weights of {sum(map(bool, read))} of {len(read)} experts"
-            )
-
-
-class TestStates:
-    def test_a_hit_goes_as_far_as_a_snapshot(self, browser: Any, tmp_path: Path) -> None:
-        """C begins with a copy of the snapshot at 32 tokens, and all marks are at the ends of blocks that are cached."""
-        with shown(browser) as here:
-            page = opened(here, scenes()["states"].files, tmp_path, "t=18")
-            assert "begins as a copy of the snapshot after 32 tokens" in page.locator(".said").inner_text()
-            assert page.locator(".states .facts").inner_text().endswith("5 of 6 snapshots")
-            for at in range(59):
-                marked = """
-                  const state = inspector.lanes[0].recording.stateAt(it);
-                  return [...state.blocksWithSnapshots()].map((block) => [block, state.hash[block]])"""
-                assert all(block >= 0 and hash_ for block, hash_ in here.run(marked, at)), at
-
-
-class TestHostMemory:
-    def test_an_evicted_block_leaves_a_copy_that_comes_back(self, browser: Any, tmp_path: Path) -> None:
-        with shown(browser) as here:
-            page = opened(here, scenes()["offload"].files, tmp_path, "t=49")
-            facts = page.locator(".states .facts").inner_text()
-            assert facts == "6 blocks were evicted, and have a copy in host memory"
-            page.evaluate("inspector.player.go(51)")
-            page.wait_for_function("document.querySelector('.said').innerText.includes('came back')")
-            assert "5 blocks came back from host memory for D." in page.locator(".said").inner_text()
 
 
 class TestPlayground:

@@ -178,13 +178,6 @@ class TestSources:
             here.page.wait_for_selector(".error")
             assert says in here.page.locator(".error").inner_text()
 
-    def test_a_file_that_was_cut_off(self, here: Shown) -> None:
-        text = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8")
-        here.recordings["cut.jsonl"] = text[: len(text) * 2 // 3]
-        here.open("cut.jsonl")
-        whole = [line for line in here.recordings["cut.jsonl"].split("\n")[:-1] if line.startswith('["Turn"')]
-        assert here.page.evaluate(LAST) == len(whole) - 1
-
 
 class TestLive:
     def test_a_stream_with_a_key(self, here: Shown) -> None:
