@@ -59,7 +59,7 @@ def play(story: Callable[[Playground, Page], Awaitable[None]], **overrides: Any)
     async def run() -> None:
         fields = MODEL | SMALL | overrides
         playground = Playground({name: value for name, value in fields.items() if value is not None})
-        playground.change_pace(delay=0.0)
+        await playground.change_pace(delay=0.0)
         await playground.build({})
         try:
             async with asyncio.timeout(60):
@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused_and_leaves_the_engine() -> None:
                 await playground.build(changes)
         for prompts, options, says in (
             (["ab", "x" * 400], {}, "tokens"),
-            ([], {}, "send from 1 to 64 prompts"),
+            ([], {}, "the number of prompts must be from 1"),
             (["a"], {"max_tokens": 0}, "max_tokens must be from 1"),
             (["a"], {"temperature": -1.0}, "temperature"),
         ):
@@ -124,17 +124,16 @@ def test_a_scene_is_played() -> None:
     """Its requests come one after the other, to its own engine; what the reader ends does not come later."""
 
     async def story(playground: Playground, page: Page) -> None:
-        scene = scenes()["memory"]
-        playground.change_pace(delay=0.0)
-        await playground.play(scene)
-        while page.count("Finished") < len(scene.requests):
+        await playground.change_pace(delay=0.0)
+        await playground.play("memory")
+        while page.count("Finished") < len(scenes()["memory"].requests):
             await page.see(has("Finished"))
         assert page.count("Preempted") > 0 and playground.settings["num_kv_blocks"] == 12
-        playground.change_pace(delay=2.0)
-        await playground.play(scene)
+        await playground.change_pace(delay=2.0)
+        await playground.play("memory")
         while page.count("RequestAdded") < 3:
             await page.see(has("RequestAdded"))
-        playground.abort(None)
+        await playground.abort(None)
         assert playground._arriving is None
 
     play(story, model="stories-5m")
@@ -144,8 +143,8 @@ def test_how_each_token_is_chosen() -> None:
     """The scene runs as the reader's sliders say, and so do the reader's prompts; each step says what it thought of every token."""
 
     async def story(playground: Playground, page: Page) -> None:
-        playground.change_pace(delay=0.0)
-        await playground.play(scenes()["choose"], Sampling(temperature=0))
+        await playground.change_pace(delay=0.0)
+        await playground.play("choose", Sampling(temperature=0))
         await page.see(has("Finished"))
         await playground.ask(["The sea was"], max_tokens=3, sampling=Sampling(top_k=1))
         await page.see(has("Finished"))
@@ -187,23 +186,23 @@ def test_drafts_experts_and_states() -> None:
 
 def test_held_it_takes_the_steps_that_it_is_given() -> None:
     async def story(playground: Playground, page: Page) -> None:
-        playground.change_pace(paused=True)
-        (name,) = await playground.ask(["ab"], max_tokens=8, temperature=0.0)
+        await playground.change_pace(paused=True)
+        (name,) = (await playground.ask(["ab"], max_tokens=8, temperature=0.0))["requests"]
         await page.see(has("RequestAdded"))  # who waits is seen
         assert page.count("StepBegan") == 0
-        playground.change_pace(step=2)
+        await playground.change_pace(step=2)
         while page.count("StepEnded") < 2:
             await page.see(has("StepEnded"))
-        playground.abort(name)
+        await playground.abort(name)
         await page.see(has("Aborted"))
         assert page.count("StepEnded") == 2
         await playground.ask(["cd"], max_tokens=3)
         await playground.ask(["ef"], max_tokens=3)
-        playground.abort(None)
+        await playground.abort(None)
         while page.count("Aborted") < 3:
             await page.see(has("Aborted"))
         await playground.ask(["gh"], max_tokens=3)
-        playground.change_pace(paused=False)
+        await playground.change_pace(paused=False)
         await page.see(has("Finished"))
 
     play(story)
@@ -273,11 +272,12 @@ class TestAddresses:
         assert '"kind":"playground"' in page.text and page.url.path == "/inspector"
         assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16
         for path, body, answer in (
-            ("pace", {"delay": 0}, {"delay": 0.0, "paused": 0}),
+            ("pace", {"delay": 0, "paused": True}, {"delay": 0, "paused": 1}),
+            ("pace", {"paused": False}, {"delay": 0, "paused": 0}),
             ("prompts", {"prompts": ["a"], "max_tokens": 2}, {"requests": ["0"]}),
-            ("abort", {"request": "7"}, {}),
+            ("abort", {"request": "7"}, {"error": None}),
         ):
-            assert client.post(f"/inspector/playground/{path}", json=body).json() == answer
+            assert client.post(f"/inspector/playground/{path}", json=body).json().items() >= answer.items()
 
     def test_scenes_and_their_chapters(self, client: TestClient) -> None:
         scene = scenes()["blocks"]
