@@ -135,7 +135,7 @@ def commands(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
 
 def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
     """Seconds between tokens of a stream over HTTP, with one client and with many; this tree's clients ask both servers."""
-    loads = Sweep(load_workload("mixed", 4000, 128), [Point(clients=1), Point(clients=64)])
+    loads = Sweep(load_workload("mixed", 128), [Point(clients=1), Point(clients=64)])
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_geometry("qwen3-0.6b", Path(folder)))
         command = [sys.executable, "-m", "folovllm", "serve", model, "--random-weights", "--tokenizer", "stories-5m"]

@@ -155,7 +155,7 @@ def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
     """
     rng = random.Random(f"{work}, {seed}")
     if work in (NANO, BURST):  # a burst: short and long ones at once, so that parts of prompts stand beside decodes
-        load = load_workload(NANO, 1 << 20) if work == NANO else mixed_workload(128, 0, (64, 8000), (16, 256))
+        load = load_workload(NANO) if work == NANO else mixed_workload(128, 0, (64, 8000), (16, 256))
         lengths = [(len(one.prompt), one.output_len) for one in load.requests]
     else:
         count, prompt, answer = (WORKS | STEPS)[work]

@@ -309,7 +309,7 @@ class TestEncodings:
 
         file = tmp_path / "lines.jsonl"
         file.write_text('\ufeff{"text": "a", "prompt_len": 3, "output_len": 6}\n', encoding="utf-8")
-        assert read_texts(file) == ["a"] and len(load_workload(str(file), 1000).requests) == 1
+        assert read_texts(file) == ["a"] and len(load_workload(str(file)).requests) == 1
 
 
 class TestOutputThatCannotBeWritten:

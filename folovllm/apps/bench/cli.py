@@ -177,7 +177,7 @@ def serve(
     **given: Any,
 ) -> None:
     """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps the loads before it."""
-    from folovllm.apps.bench.serving import VOCABULARY, Point, Sweep
+    from folovllm.apps.bench.serving import Point, Sweep
     from folovllm.apps.bench.workload import load_workload
 
     if slo is not None:
@@ -186,7 +186,7 @@ def serve(
         raise ValueError("give --rates or --clients, not both")
     points = [Point(clients=int(count)) for count in numbers("--clients", clients)] if clients else []
     points = points or [Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")]
-    sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, engine_process)
+    sweep = Sweep(load_workload(workload, requests), points, engine_process)
     if url is not None:
         chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
         if chosen or compare or random_weights:

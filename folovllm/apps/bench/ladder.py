@@ -83,7 +83,7 @@ def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) 
     blocks, and where prompts come in chunks a step has `CHUNK` tokens. What a contender's fields say already stays.
     """
     setup = set_up(EngineConfig(**contenders[0][1]))
-    longest = load_workload(workload_name, setup.vocab_size, count).longest
+    longest = load_workload(workload_name, count).longest
     context = setup.config.max_model_len or min(longest, num_positions(setup.hf_config))
     little = {"max_model_len": context, "kv_cache_memory": SLOTS * context * setup.kv_bytes_per_token}
     found = []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import fmean
 
 from folovllm.apps.bench.contenders import Contender, used_settings
 from folovllm.apps.bench.report import Metric, Result, Run, latencies
 from folovllm.apps.bench.roofline import measure_rates, roofline_seconds
-from folovllm.apps.bench.serve import Observed, run_workload, running, warm_up
-from folovllm.apps.bench.workload import load_workload
+from folovllm.apps.bench.serve import LOOK_EVERY, Observed, run_workload, running, warm_up
+from folovllm.apps.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.setup import set_up
@@ -48,14 +49,19 @@ def metrics_of(passes: list[Observed], bound: float | None = None) -> dict[str, 
     metrics["sequences a step"] = over(lambda p: p.mean_running)
     if all(p.looks for p in passes):
         metrics[WASTE] = over(lambda p: 100 * p.mean_waste, "%", False)
+        metrics["KV cache filled"] = over(
+            lambda p: 100 * fmean(s.kv_bytes_used / s.kv_bytes_total for s in p.looks), "%"
+        )
+    if any(p.preemptions for p in passes):
+        metrics["preemptions"] = over(lambda p: p.preemptions, "", False)
     if bound is not None and not any(p.partial for p in passes):
         metrics[ROOFLINE] = over(lambda p: 100 * bound / p.seconds, "%")
     return metrics
 
 
 def bench_throughput(
-    contenders: list[Contender], workload_name: str = "default", count: int | None = None, repeats: int = 1,
-    limit: float | None = None, benchmark: str = "throughput",
+    contenders: list[Contender], workload: str | Workload = "default", count: int | None = None, repeats: int = 1,
+    limit: float | None = None, benchmark: str = "throughput", look_every: int = LOOK_EVERY,
 ) -> Result:  # fmt: skip
     """Run the workload through each contender, one after the other: (name, fields of EngineConfig).
 
@@ -64,7 +70,8 @@ def bench_throughput(
     """
     configs = [(name, EngineConfig(**overrides)) for name, overrides in contenders]
     setup = set_up(configs[0][1])
-    workload = load_workload(workload_name, setup.vocab_size, count)
+    workload = load_workload(workload, count) if isinstance(workload, str) else workload
+    workload = workload.for_vocabulary(setup.vocab_size)
     use_threads(setup)  # the rates are of this number of threads
     rates = measure_rates(setup.device, setup.dtype)  # before an engine takes the memory
     result = Result(benchmark, workload.describe())
@@ -78,7 +85,7 @@ def bench_throughput(
             for _ in range(repeats):
                 if engine.setup.config.enable_prefix_caching:
                     engine.reset_prefix_cache()
-                passes.append(run_workload(engine, workload, limit))
+                passes.append(run_workload(engine, workload, limit, look_every))
             metrics = metrics_of(passes, roofline_seconds(workload, engine.setup, rates))
         metrics["start-up"] = Metric.of([start_up], "s", False)
         answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}

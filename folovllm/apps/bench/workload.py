@@ -56,11 +56,10 @@ class Workload:
         return {"name": self.name, "requests": len(self.requests)} | figures
 
 
-def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workload:
+def load_workload(name: str, count: int | None = None) -> Workload:
     """Load a built-in workload or a file of JSON lines; `count` keeps only its first requests.
 
-    A line holds `prompt_token_ids` or `prompt_len`, and `output_len`. Ids beyond the vocabulary wrap around,
-    so that one workload fits every model.
+    A line holds `prompt_token_ids` or `prompt_len`, and `output_len`.
 
     Raises:
         ValueError: no such workload, or a line that is none; the sentence names the line.
@@ -73,7 +72,7 @@ def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workl
         raise ValueError(
             f"unknown workload {name!r}: choose one of {', '.join(WORKLOADS)}, or name a file of JSON lines"
         )
-    return Workload(Path(name).name, requests[:count], temperature).for_vocabulary(vocab_size)
+    return Workload(Path(name).name, requests[:count], temperature)
 
 
 def mixed_workload(count: int, seed: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Workload:
