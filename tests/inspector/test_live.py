@@ -17,7 +17,7 @@ import pytest
 
 from folovllm.apps.inspector import live, paced
 from folovllm.apps.inspector.live import Subscribers, as_event, is_beginning
-from folovllm.apps.inspector.paced import LiveLines
+from folovllm.apps.inspector.paced import PacedEngine
 from folovllm.apps.inspector.replay import Recording, parse
 from folovllm.apps.inspector.watcher import Watcher
 from folovllm.electives.server.config import ServerConfig
@@ -162,9 +162,9 @@ class TestLines:
 
     def test_at_most_so_often(self) -> None:
         world, now = World(engine("m5"), 1), [0.0]
-        lines = LiveLines(world.engine, lambda: now[0])
-        assert lines.take(all_of_it=True) == [] and lines.end("closed") == []
-        lines.begin()
+        lines = PacedEngine(world.engine, lambda: now[0])
+        assert lines.take(all_of_it=True) == [] and lines.end_recording("closed") == []
+        lines.watch(True)
         (beginning,) = lines.take(all_of_it=True)
         assert is_beginning(beginning) and beginning.count(b"\n") == 2, "header and snapshot"
         world.turn()
@@ -176,22 +176,22 @@ class TestLines:
         now[0] = paced.PERIOD * 1.1
         (piece,) = lines.take(all_of_it=False)
         assert piece.count(b'["Turn"') >= 6 and not is_beginning(piece)
-        lines.begin()
+        lines.watch(True)
         world.turn()
         pieces = lines.take(all_of_it=True)
         assert [is_beginning(piece) for piece in pieces] == [True, False], "who joins is told apart"
-        (last,) = lines.end("closed")
+        (last,) = lines.end_recording("closed")
         assert b'["Done"' in last and world.engine.events.on  # the world's own listeners
         assert lines.take(all_of_it=True) == []
 
     def test_joined_at_any_moment_it_ends_in_the_same_state(self) -> None:
         world = World(engine("m6"), 2)
-        lines = LiveLines(world.engine)
-        lines.begin()
+        lines = PacedEngine(world.engine)
+        lines.watch(True)
         readers: list[list[bytes]] = [[]]
         for turn in range(60):
             if turn % 13 == 12:
-                lines.begin()
+                lines.watch(True)
                 readers.append([])
             world.turn()
             for piece in lines.take(all_of_it=True):
@@ -203,7 +203,7 @@ class TestLines:
             own = {id_: (s.is_running, s.num_tokens, s.block_table) for id_, s in world.watcher.sequences.items()}
             found = {id_: (s.is_running, s.num_tokens, s.block_table) for id_, s in watcher.sequences.items()}
             assert found == own and watcher.cells == world.watcher.cells
-        lines.end("closed")
+        lines.end_recording("closed")
 
 
 class TestReaders:

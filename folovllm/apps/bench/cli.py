@@ -186,17 +186,14 @@ def serve(
         raise ValueError("give --rates or --clients, not both")
     points = [Point(clients=int(count)) for count in numbers("--clients", clients)] if clients else []
     points = points or [Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")]
-    sweep = Sweep(load_workload(workload, requests), points, engine_process)
-    if url is not None:
-        chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
-        if chosen or compare or random_weights:
-            raise ValueError(
-                "--url names a server that has its settings: say --model and the load, nothing of the engine"
-            )
-        found, is_whole = sweep.run_at(url, given.get("model"), api_key)
-    else:
+    sweep, model = Sweep(load_workload(workload, requests), points, engine_process), given.get("model")
+    if url is None:
         with contenders(given, compare, random_weights) as engines:
             found, is_whole = sweep.run(engines)
+    elif compare or random_weights or any(value not in (None, [], model) for value in given.values()):
+        raise ValueError("--url names a server that has its settings: say --model and the load, nothing of the engine")
+    else:
+        found, is_whole = sweep.run_at(url, model, api_key)
     finish(found, save)
     if not is_whole:
         raise typer.Exit(130)
@@ -215,14 +212,14 @@ def compare(files: Annotated[list[Path], typer.Argument(help="Results that --sav
     """Show results side by side, as ratios to the first."""
     from folovllm.apps.bench.report import load, show
 
-    first, *others = results = [load(file) for file in files]
-    if any(other.workload != first.workload or other.benchmark != first.benchmark for other in others):
+    results = [load(file) for file in files]
+    if any((other.benchmark, other.workload) != (results[0].benchmark, results[0].workload) for other in results):
         raise ValueError("these files are of different benchmarks or workloads: their numbers do not compare")
     for file, result in zip(files, results, strict=True):
         for run in result.runs:
             run.name = f"{file.stem}: {run.name}"
-    first.runs += [run for other in others for run in other.runs]
-    show(first)
+    results[0].runs = [run for result in results for run in result.runs]
+    show(results[0])
 
 
 @contextmanager

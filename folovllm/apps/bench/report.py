@@ -112,7 +112,7 @@ def machine() -> dict[str, Any]:
 
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.is_file() else []
-    cpu = names[0] if names else platform.processor() or platform.machine()
+    cpu = [*names, platform.processor() or platform.machine()][0]
     found = {"cpu": cpu, "cores": num_cores(), "torch_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
@@ -178,8 +178,8 @@ def ratio(first: Metric | None, other: Metric | None) -> str:
 
 def workload_line(workload: dict[str, Any]) -> str:
     """Return the workload's name and size as a phrase."""
-    sizes = f"{workload['prompt_tokens']:,} prompt and {workload['output_tokens']:,} output tokens"
-    return f"workload {workload['name']}, {workload['requests']} requests, {sizes}"
+    sizes = "{prompt_tokens:,} prompt and {output_tokens:,} output tokens"
+    return ("workload {name}, {requests} requests, " + sizes).format(**workload)
 
 
 def device_line(result: Result) -> str:

@@ -45,18 +45,18 @@ def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
 
 def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock = time.perf_counter) -> Result:
     """Serve two prompts that share `prefix` tokens, one after the other. Each repeat has tokens of its own."""
-    rng, times = random.Random(0), []
+    rng, pairs = random.Random(0), []
     with engine_for(contender, prefix + TAIL + 8, enable_prefix_caching=True) as engine:
         for _ in range(repeats + 1):
             shared = random_ids(rng, prefix, engine)
             prompts = [shared + random_ids(rng, TAIL, engine) for _ in range(2)]
-            times.append([time_to_first_token(engine, prompt, clock) for prompt in prompts])
+            pairs.append([time_to_first_token(engine, prompt, clock) for prompt in prompts])
         settings = used_settings(engine.setup.config)
-    firsts, seconds = zip(*times[1:], strict=True)  # the first pair warms up
+    del pairs[0]  # it warms up
     metrics = {
-        "TTFT of the first": milliseconds(firsts),
-        "TTFT of the second": milliseconds(seconds),
-        "first / second": Metric.of([a / b for a, b in zip(firsts, seconds, strict=True)]),
+        "TTFT of the first": milliseconds(first for first, _ in pairs),
+        "TTFT of the second": milliseconds(second for _, second in pairs),
+        "first / second": Metric.of([first / second for first, second in pairs]),
     }
     work = Workload(f"two prompts that share {prefix:,} tokens", [BenchRequest(prompt, 1) for prompt in prompts])
     return Result("reuse", work.describe(), [Run("the cache on", settings, metrics)])

@@ -41,16 +41,14 @@ class Control:
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError unless the value is allowed."""
-        allowed, words = {
+        is_number = type(value) is int and self.min <= value <= self.max
+        allowed = {
             "choice": (value in self.choices, f"one of {', '.join(map(str, self.choices))}"),
             "switch": (isinstance(value, bool), "true or false"),
-            "number": (
-                type(value) is int and self.min <= value <= self.max,
-                f"a whole number from {self.min} to {self.max}",
-            ),
-        }[self.kind]
-        if not allowed:
-            raise ValueError(f"{name} must be {words}, not {value!r}")
+            "number": (is_number, f"a whole number from {self.min} to {self.max}"),
+        }
+        if not allowed[self.kind][0]:
+            raise ValueError(f"{name} must be {allowed[self.kind][1]}, not {value!r}")
 
     def described(self, name: str, value: Any) -> dict[str, Any]:
         """What the page gets to know of it."""
@@ -139,9 +137,8 @@ class Playground:
     def __init__(self, overrides: dict[str, Any]) -> None:
         """`overrides` are fields of `EngineConfig`; those that the page has controls for are where these begin."""
         self.settings = changed(DEFAULTS, {name: overrides[name] for name in CONTROLS.keys() & overrides})
-        self._overrides = {"num_threads": 1, "use_tqdm": False} | {
-            k: v for k, v in overrides.items() if k not in CONTROLS
-        }
+        others = {name: value for name, value in overrides.items() if name not in CONTROLS}
+        self._overrides = {"num_threads": 1, "use_tqdm": False} | others
         self.delay, self.is_held = 0.1, False
         self.loading: str | None = "the engine is not there yet"
         self.has_flags = bool(overrides)
@@ -169,14 +166,9 @@ class Playground:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
         hidden = ("experts", "states") if "model" in self._overrides else ()  # those choose an embedded model
         shown = [(name, control) for name, control in CONTROLS.items() if name not in hidden]
-        return {
-            "fields": [control.described(name, self.settings[name]) for name, control in shown],
-            "mine": int(self.runs_mine),
-            "loading": self.loading,
-            "error": self.error,
-            "delay": self.delay,
-            "paused": int(self.is_held),
-        }
+        fields = [control.described(name, self.settings[name]) for name, control in shown]
+        told = {"mine": int(self.runs_mine), "loading": self.loading, "error": self.error}
+        return {"fields": fields, "delay": self.delay, "paused": int(self.is_held)} | told
 
     async def build(self, changes: dict[str, Any]) -> None:
         """Put an engine with these settings in the place of the one that is there. The first time this imports torch.

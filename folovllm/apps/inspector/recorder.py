@@ -114,22 +114,17 @@ def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[
         recorder.close()
 
 
-CONFIGURED = (
-    "model",
-    "milestone",
-    "kv_cache",
-    "scheduling",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "async_scheduling",
-)
+CONFIGURED = "model", "milestone", "kv_cache", "scheduling"
+SWITCHES = "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"
 RESOLVED = "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"
 
 
 def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, Any]:
     """The first line of a recording."""
     setup, config = engine.setup, engine.setup.config
-    described = {name: getattr(config, name) for name in CONFIGURED} | {name: getattr(setup, name) for name in RESOLVED}
+    described = {name: getattr(config, name) for name in CONFIGURED + SWITCHES} | {
+        name: getattr(setup, name) for name in RESOLVED
+    }
     described |= {
         "num_kv_blocks": engine.executor.num_kv_blocks,
         "attention_backend": setup.backend,

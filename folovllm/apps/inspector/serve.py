@@ -43,14 +43,6 @@ def body_of(method: Callable[..., Any]) -> type[msgspec.Struct]:
     return msgspec.defstruct(method.__name__, fields, forbid_unknown_fields=True)
 
 
-async def _file(request: Request) -> Response:
-    return file_response(request.path_params["name"])
-
-
-async def _home(request: Request) -> Response:
-    return RedirectResponse(PAGE)
-
-
 async def _error(request: Request, error: Exception) -> Response:
     """The response to an error, whether Starlette's own (an unknown address, another method) or ours."""
     if isinstance(error, ClientDisconnect):
@@ -106,13 +98,9 @@ def playground_app(playground: Playground, host: str) -> Starlette:
 
     routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
     routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]
-    named = {
-        "prompts": playground.ask,
-        "scene": playground.play,
-        "abort": playground.abort,
-        "pace": playground.change_pace,
-    }
-    routes += [Route(f"{CONTROL}/{name}", calls(method), methods=["POST"]) for name, method in named.items()]
+    named = {"prompts": playground.ask, "scene": playground.play, "abort": playground.abort}
+    for name, method in (named | {"pace": playground.change_pace}).items():
+        routes.append(Route(f"{CONTROL}/{name}", calls(method), methods=["POST"]))
     return _app(host, page, routes)
 
 
@@ -144,7 +132,14 @@ async def _chapter(request: Request) -> Response:
 
 def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
     """An application with the page, its files and these addresses."""
-    everywhere = [Route("/", _home), Route(PAGE, page), Route(FILES, _file)]
+
+    async def file(request: Request) -> Response:
+        return file_response(request.path_params["name"])
+
+    async def home(request: Request) -> Response:
+        return RedirectResponse(PAGE)
+
+    everywhere = [Route("/", home), Route(PAGE, page), Route(FILES, file)]
     return Starlette(
         routes=everywhere + routes,
         middleware=[Middleware(http.HostGuard, names=[host], flag="--host")],

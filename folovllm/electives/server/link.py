@@ -50,7 +50,7 @@ class SocketLink:
     def receive(self, wait: bool) -> list[msg.Work]:
         """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""
         if self._engine is not None:
-            self._send_seen(self._engine.live.take(all_of_it=wait or self._engine.is_slow))
+            self._send_seen(self._engine.take(all_of_it=wait or self._engine.is_slow))
         while self._poll.poll(None if wait and not self._unread else 0):
             self._read()
         work: list[msg.Work] = []
@@ -90,7 +90,7 @@ class SocketLink:
 
     def _end_recording(self, how: str) -> None:
         if self._engine is not None:
-            self._send_seen(self._engine.live.end(how))
+            self._send_seen(self._engine.end_recording(how))
 
     def _send_seen(self, pieces: list[bytes]) -> None:
         if pieces:
