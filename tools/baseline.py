@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from folovllm.apps.bench.contenders import GEOMETRIES, write_geometry
-from folovllm.apps.bench.serving import Point, Sweep, serving
+from folovllm.apps.bench.serving import Point, server_at, serving, sweep
 from folovllm.apps.bench.workload import load_workload
 
 HERE = Path(__file__).resolve().parents[1]
@@ -135,14 +135,14 @@ def commands(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
 
 def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
     """Seconds between tokens of a stream over HTTP, with one client and with many; this tree's clients ask both servers."""
-    loads = Sweep(load_workload("mixed", 128), [Point(clients=1), Point(clients=64)])
+    loads = load_workload("mixed", 128), [Point(clients=1), Point(clients=64)]
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_geometry("qwen3-0.6b", Path(folder)))
         command = [sys.executable, "-m", "folovllm", "serve", model, "--random-weights", "--tokenizer", "stories-5m"]
         command += ["--port", "0", "--num-kv-blocks", "8192", "--max-model-len", "4096"]
         for _, i in in_turns(trees, pairs):
             with serving(command, env=environment(trees[i]), cwd=trees[i]) as url:
-                for run in loads.run_at(url, None, None)[0].runs:
+                for run in sweep(server_at(url), *loads)[0].runs:
                     name = f"served: time a token at {run.config['clients']} clients"
                     yield i, {name: run.metrics["TPOT median"].median / 1e3}
 

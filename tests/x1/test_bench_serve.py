@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from folovllm.apps.bench.http_load import Reply, Server, read_reply
 from folovllm.apps.bench.report import load, show
-from folovllm.apps.bench.serving import Point, Sweep, arrivals, drive, figures
+from folovllm.apps.bench.serving import Point, arrivals, drive, figures, server_at, sweep
 from folovllm.apps.bench.workload import BenchRequest, Workload
 from folovllm.apps.cli import main
 from tests.x1.background import Background
@@ -167,9 +167,8 @@ def server(open_server: Background) -> Background:
     return open_server
 
 
-def small(points: list[Point]) -> Sweep:
-    workload = Workload("small", [BenchRequest([5, 6, i], 8) for i in range(6)])
-    return Sweep(workload, points)
+SMALL = Workload("small", [BenchRequest([5, 6, i], 8) for i in range(6)])
+ONE = [Point(clients=1)]
 
 
 class TestSweep:
@@ -177,7 +176,7 @@ class TestSweep:
         self, server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Each point is a run in the common format, which comes back from its file."""
-        found, is_whole = small([Point(rate=50.0), Point(clients=2)]).run_at(server.url, None, None)
+        found, is_whole = sweep(server_at(server.url), SMALL, [Point(rate=50.0), Point(clients=2)])
         assert is_whole and [run.name for run in found.runs] == ["stories-5m at 50/s", "stories-5m at 2 clients"]
         for run in found.runs:
             assert (run.metrics["answered"].median, run.metrics["failed"].median) == (6, 0)
@@ -199,19 +198,19 @@ class TestSweep:
             return await own(self, *args)
 
         monkeypatch.setattr(Server, "ask", ask)
-        found, is_whole = small([Point(clients=1), Point(clients=1), Point(clients=1)]).run_at(server.url, None, None)
+        found, is_whole = sweep(server_at(server.url), SMALL, 3 * ONE)
         assert not is_whole and [run.metrics["answered"].median for run in found.runs] == [6]
 
     def test_nobody_answers(self, server: Background) -> None:
         with pytest.raises(ValueError, match="write http"):
             Server("localhost:8000", "m")
         with pytest.raises(ValueError, match="no server answers"):
-            small([Point(rate=1.0)]).run_at("http://127.0.0.1:9", None, None)
+            server_at("http://127.0.0.1:9")
         with pytest.raises(ValueError, match="404"):
-            small([Point(rate=1.0)]).run_at(server.url, "another model", None)
+            sweep(server_at(server.url, "another model"), SMALL, ONE)
         too_long = Workload("long", [BenchRequest([5] * 600, 8)])
         with pytest.raises(ValueError, match=r"answered nothing: .*400"):
-            Sweep(too_long, [Point(rate=1.0)]).run_at(server.url, None, None)
+            sweep(server_at(server.url), too_long, ONE)
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("warm")

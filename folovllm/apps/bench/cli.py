@@ -177,7 +177,7 @@ def serve(
     **given: Any,
 ) -> None:
     """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps the loads before it."""
-    from folovllm.apps.bench.serving import Point, Sweep
+    from folovllm.apps.bench.serving import Point, own_servers, server_at, sweep
     from folovllm.apps.bench.workload import load_workload
 
     if slo is not None:
@@ -186,14 +186,14 @@ def serve(
         raise ValueError("give --rates or --clients, not both")
     points = [Point(clients=int(count)) for count in numbers("--clients", clients)] if clients else []
     points = points or [Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")]
-    sweep, model = Sweep(load_workload(workload, requests), points, engine_process), given.get("model")
+    load, model = (load_workload(workload, requests), points), given.get("model")
     if url is None:
         with contenders(given, compare, random_weights) as engines:
-            found, is_whole = sweep.run(engines)
+            found, is_whole = sweep(own_servers(engines, engine_process), *load)
     elif compare or random_weights or any(value not in (None, [], model) for value in given.values()):
         raise ValueError("--url names a server that has its settings: say --model and the load, nothing of the engine")
     else:
-        found, is_whole = sweep.run_at(url, model, api_key)
+        found, is_whole = sweep(server_at(url, model, api_key), *load)
     finish(found, save)
     if not is_whole:
         raise typer.Exit(130)

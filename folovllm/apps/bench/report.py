@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -24,7 +24,6 @@ import folovllm
 from folovllm.distributed.cores import num_cores
 from folovllm.models.written_files import write_whole
 
-FORMAT = 1
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 
 
@@ -80,7 +79,7 @@ class Result:
     command: str = ""
     commit: str | None = None
     date: str = ""
-    format: int = FORMAT
+    format: Literal[1] = 1  # other files are refused
 
     def describe_here(self) -> Result:
         """Fill in this machine, these versions, this command."""
@@ -98,12 +97,9 @@ class Result:
 def load(path: Path) -> Result:
     """Read a file that `save` wrote. Raises ValueError if it is none."""
     try:
-        result = msgspec.json.decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), type=Result)
+        return msgspec.json.decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), type=Result)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of `folovllm bench`: {error}") from error
-    if result.format != FORMAT:
-        raise ValueError(f"{path} has format {result.format}, and this reads format {FORMAT}: measure it anew")
-    return result
 
 
 def machine() -> dict[str, Any]:

@@ -142,64 +142,73 @@ def serving(command: list[str], **options: Any) -> Iterator[str]:
                 process.kill()
 
 
-def own_server(fields: dict[str, Any], engine_process: bool | None) -> AbstractContextManager[str]:
-    """The address of a server with these settings, until the end of the block. Raises ValueError where it does not start."""
-    flags = flags_of(fields | {"model": None, "engine_process": engine_process})
-    model = [fields["model"]] if fields.get("model") else []
-    command = python_command("folovllm", "serve", *model, "--port", "0", "--served-model-name", "model", *flags)
-    return serving(command, env=os.environ | {"PYTHONPATH": import_path()})
-
-
 @dataclass(slots=True)
-class Sweep:
-    """What is asked of each server: the requests, point by point."""
+class Target:
+    """A server to load: its name, what a result says of it, and how it is reached. `address` is open while it is loaded."""
 
-    workload: Workload
-    points: list[Point]
-    engine_process: bool | None = None
+    name: str
+    settings: dict[str, Any]
+    address: AbstractContextManager[str]
+    model: str = "model"
+    api_key: str | None = None
 
-    def run(self, contenders: list[Contender]) -> tuple[Result, bool]:
-        """Start a server of our own for each; returns what was found, and whether nobody stopped it before the end."""
-        targets = [(name, used_settings(EngineConfig(**fields)), fields) for name, fields in contenders]
-        return self._run((name, shown, own_server(fields, self.engine_process)) for name, shown, fields in targets)
 
-    def run_at(self, url: str, model: str | None, api_key: str | None) -> tuple[Result, bool]:
-        """The same for a server that is there. Raises ValueError where none answers."""
-        model = model or first_model(url, api_key)
-        return self._run([(model, {"url": url}, nullcontext(url))], model, api_key)
+def own_servers(contenders: list[Contender], engine_process: bool | None = None) -> list[Target]:
+    """A server of ours for each; it starts when its address is opened, which raises ValueError where it cannot."""
+    targets = []
+    for name, fields in contenders:
+        flags = flags_of(fields | {"model": None, "engine_process": engine_process})
+        model = [fields["model"]] if fields.get("model") else []
+        command = python_command("folovllm", "serve", *model, "--port", "0", "--served-model-name", "model", *flags)
+        address = serving(command, env=os.environ | {"PYTHONPATH": import_path()})
+        targets.append(Target(name, used_settings(EngineConfig(**fields)), address))
+    return targets
 
-    def _run(self, targets: Any, model: str = "model", api_key: str | None = None) -> tuple[Result, bool]:
-        """Warm each server up, then one load after the other. Raises ValueError if a server answers none of the first requests."""
-        result = Result("serve", self.workload.describe())
-        try:
-            for name, shown, address in targets:
-                with address as url:
-                    server = Server(url, model, api_key)
-                    first, _ = self._load(server, Point(clients=1), 1, f"{name}, warm-up", WARM_UP)
-                    if all(reply.error for reply in first):
-                        raise ValueError(f"{name} answered nothing: {first[0].error}")
-                    for number, point in enumerate(self.points, 2):
-                        load = self._load(server, point, number, f"{name} at {point}")
-                        settings = shown | {"rate": point.rate, "clients": point.clients}
-                        result.runs.append(Run(f"{name} at {point}", settings, figures(*load)))
-        except KeyboardInterrupt:  # the loads before this one count
-            return result, False
-        return result, True
 
-    def _load(
-        self, server: Server, point: Point, number: int, title: str, count: int | None = None
-    ) -> tuple[list[Reply], float]:
-        """Send the first `count` requests with tokens that no load of another number has. Returns the replies, and when it began."""
-        replies, requests = list[Reply](), self.workload.for_vocabulary(VOCABULARY, number).requests[:count]
-        with tqdm(total=len(requests), desc=title, leave=False, dynamic_ncols=True) as bar:
+def server_at(url: str, model: str | None = None, api_key: str | None = None) -> list[Target]:
+    """A server that is there. Raises ValueError where none answers."""
+    model = model or first_model(url, api_key)
+    return [Target(model, {"url": url}, nullcontext(url), model, api_key)]
 
-            async def ask(request: BenchRequest) -> None:
-                await server.ask(request, self.workload.temperature, replies)
-                bar.update()
 
-            async def ask_all() -> float:
-                begin = asyncio.get_running_loop().time()
-                await drive(requests, point, ask)
-                return begin
+def sweep(targets: list[Target], workload: Workload, points: list[Point]) -> tuple[Result, bool]:
+    """Warm each server up, then one load after the other. Returns what was found, and whether nobody stopped it before the end.
 
-            return replies, asyncio.run(ask_all())
+    Raises:
+        ValueError: a server answers none of the first requests.
+    """
+    result = Result("serve", workload.describe())
+    try:
+        for target in targets:
+            with target.address as url:
+                server = Server(url, target.model, target.api_key)
+                first, _ = load(server, workload, Point(clients=1), 1, f"{target.name}, warm-up", WARM_UP)
+                if all(reply.error for reply in first):
+                    raise ValueError(f"{target.name} answered nothing: {first[0].error}")
+                for number, point in enumerate(points, 2):
+                    title = f"{target.name} at {point}"
+                    found = figures(*load(server, workload, point, number, title))
+                    settings = target.settings | {"rate": point.rate, "clients": point.clients}
+                    result.runs.append(Run(title, settings, found))
+    except KeyboardInterrupt:  # the loads before this one count
+        return result, False
+    return result, True
+
+
+def load(
+    server: Server, workload: Workload, point: Point, number: int, title: str, count: int | None = None
+) -> tuple[list[Reply], float]:
+    """Send the first `count` requests with tokens that no load of another number has. Returns the replies, and when it began."""
+    replies, requests = list[Reply](), workload.for_vocabulary(VOCABULARY, number).requests[:count]
+    with tqdm(total=len(requests), desc=title, leave=False, dynamic_ncols=True) as bar:
+
+        async def ask(request: BenchRequest) -> None:
+            await server.ask(request, workload.temperature, replies)
+            bar.update()
+
+        async def ask_all() -> float:
+            begin = asyncio.get_running_loop().time()
+            await drive(requests, point, ask)
+            return begin
+
+        return replies, asyncio.run(ask_all())

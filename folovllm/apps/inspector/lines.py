@@ -137,7 +137,10 @@ class LineWriter:
         """The event as it is written; before the end of a step, what the model said of every token."""
         match event:
             case ev.StepBegan(step, start, scheduled, output, budget_left):
-                copies = {i: snapshots for i, *snapshots in (output.extras or {}).get("states", np.empty(0)).tolist()}
+                copies = {
+                    i: snapshots
+                    for i, *snapshots in (output.extras or {}).get("states", np.empty((0, 3), np.int32)).tolist()
+                }
                 seqs = [
                     Scheduled(s.seq_id, s.row, s.start, s.end, s.num_samples, s.first_new_block, list(s.new_blocks), *copies.get(i, ()))
                     for i, s in enumerate(output.scheduled_seqs)
