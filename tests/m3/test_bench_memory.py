@@ -46,7 +46,7 @@ def test_the_command_prints_a_column_a_preset(
         main(["bench", "memory", *flags.split()])
     assert exit.value.code == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in [*names, "KV memory wasted", "KV cache filled"])
+    assert all(name in out for name in [*names, "KV memory wasted", "of the cache filled"])
     assert [run.name for run in load(tmp_path / "r.json").runs] == names
 
 

@@ -73,8 +73,8 @@ class Observed:
 
     @property
     def mean_running(self) -> float:
-        """Sequences in a step, the mean over all steps."""
-        return self.batch / max(1, self.steps)
+        """Sequences in flight, the mean over the looks."""
+        return fmean(stats.running for stats in self.looks)
 
     @property
     def mean_waste(self) -> float:

@@ -46,17 +46,23 @@ def metrics_of(passes: list[Observed], bound: float | None = None) -> dict[str, 
     if any(p.reused for p in passes):
         metrics[REUSED] = over(lambda p: 100 * p.reused / max(1, p.prompt_tokens), "%")
     metrics["steps"] = over(lambda p: p.steps, "", False)
-    metrics["sequences a step"] = over(lambda p: p.mean_running)
+    metrics["sequences a step"] = over(lambda p: p.batch / max(1, p.steps))
     if all(p.looks for p in passes):
         metrics[WASTE] = over(lambda p: 100 * p.mean_waste, "%", False)
-        metrics["KV cache filled"] = over(
-            lambda p: 100 * fmean(s.kv_bytes_used / s.kv_bytes_total for s in p.looks), "%"
-        )
-    if any(p.preemptions for p in passes):
-        metrics["preemptions"] = over(lambda p: p.preemptions, "", False)
     if bound is not None and not any(p.partial for p in passes):
         metrics[ROOFLINE] = over(lambda p: 100 * bound / p.seconds, "%")
     return metrics
+
+
+def in_flight(passes: list[Observed]) -> dict[str, Metric]:
+    """What passes that looked at each step saw of the cache."""
+    looks = [stats for seen in passes for stats in seen.looks]
+    return {
+        "sequences in flight, mean": Metric.of([seen.mean_running for seen in passes]),
+        "sequences in flight, most": Metric.of([max(stats.running for stats in looks)]),
+        "of the cache filled": Metric.of([100 * fmean(s.kv_bytes_used / s.kv_bytes_total for s in looks)], "%"),
+        "preemptions": Metric.of([seen.preemptions for seen in passes], higher_is_better=False),
+    }
 
 
 def bench_throughput(
@@ -87,6 +93,7 @@ def bench_throughput(
                     engine.reset_prefix_cache()
                 passes.append(run_workload(engine, workload, limit, look_every))
             metrics = metrics_of(passes, roofline_seconds(workload, engine.setup, rates))
+        metrics |= in_flight(passes) if look_every == 1 else {}
         metrics["start-up"] = Metric.of([start_up], "s", False)
         answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}
         if workload.temperature == 0 and result.runs:
