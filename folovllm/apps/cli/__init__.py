@@ -199,7 +199,7 @@ def chat(
 
     if server is not None:
         raise ValueError("chat --server is gone: open the server's address in a browser, or leave --server out")
-    params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS} | pick(given, SamplingParams))
+    params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)})
     if params.n != 1:
         raise ValueError("a chat has one answer: leave n at 1")
     Chat(load_llm(given), params, system).run()

@@ -85,7 +85,8 @@ def default_of(field: Field[Any]) -> Any:
 def _parameters(kind: type) -> Iterator[inspect.Parameter]:
     hints = {name: hint for part in parts_of(kind) for name, hint in typing.get_type_hints(part).items()}
     for field, text in described_fields(kind):
-        default, hint = default_of(field), field.metadata.get("flag_type", hints[field.name])
+        default = default_of(field)
+        hint: Any = field.metadata.get("flag_type", hints[field.name])
         shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
         can_be_off = default is True or (default is None and bool in typing.get_args(hint))  # None: the preset decides
         name = flag_name(field)

@@ -98,9 +98,9 @@ def playground_app(playground: Playground, host: str) -> Starlette:
 
     routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
     routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]
-    named = {"prompts": playground.ask, "scene": playground.play, "abort": playground.abort}
-    for name, method in (named | {"pace": playground.change_pace}).items():
-        routes.append(Route(f"{CONTROL}/{name}", calls(method), methods=["POST"]))
+    methods = playground.ask, playground.play, playground.abort, playground.change_pace
+    for name, method in zip(("prompts", "scene", "abort", "pace"), methods, strict=True):
+        routes.append(Route(f"{CONTROL}/{name}", calls(method), methods=["POST"]))  # type: ignore[arg-type]
     return _app(host, page, routes)
 
 
