@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import httpx
 import pytest
@@ -21,9 +18,8 @@ from folovllm.apps.inspector.paced import PacedEngine
 from folovllm.apps.inspector.replay import Recording, parse
 from folovllm.apps.inspector.watcher import Watcher
 from folovllm.electives.server.config import ServerConfig
-from folovllm.electives.server.transport import ThreadEngineClient
 from folovllm.engine import events as ev
-from folovllm.engine.llm_engine import make_engine
+from folovllm.engine.scheduler import Scheduler
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_recording import tokens_of
 from tests.m5.test_events import World, engine
@@ -107,17 +103,6 @@ def test_the_stream_is_a_recording(server: Background) -> None:
         assert {ev.PrefixHit, ev.BlockCached, ev.TableFreed} <= kinds
 
 
-class Kept(ThreadEngineClient):
-    """A transport that lets the test look at the engine."""
-
-    def __init__(self) -> None:
-        super().__init__(self._make)
-
-    def _make(self, config: Any) -> Any:
-        self.inner = make_engine(config)
-        return self.inner
-
-
 class TestWhoMayLook:
     def test_without_the_flag_there_is_nothing(self) -> None:
         with Background(ServerConfig(), **TIGHT) as server:
@@ -140,18 +125,10 @@ class TestWhoMayLook:
         assert main.headers["content-type"].startswith("text/javascript")
 
 
-@pytest.mark.parametrize("transport", BOTH)
-def test_an_engine_that_ends_says_how(transport: str, request: pytest.FixtureRequest) -> None:
-    if transport == "process":
-        request.getfixturevalue("warm")
-    place: Any = Kept() if transport == "thread" else "process"
-    with Background(ServerConfig(inspector=True), place, **TIGHT) as server, looking(server) as looker:
+def test_an_engine_that_ends_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Background(ServerConfig(inspector=True), **TIGHT) as server, looking(server) as looker:
         looker.read_until(lambda line: line.startswith('["Turn"'))
-        if transport == "process":
-            os.kill(server.engine._transport.pid, signal.SIGKILL)  # type: ignore[attr-defined, arg-type]
-            assert not any(line.startswith('["Done"') for line in looker.read_until()), "it had no time to"
-            return
-        place.inner.scheduler.schedule = lambda: 1 // 0
+        monkeypatch.setattr(Scheduler, "schedule", lambda self: 1 // 0)
         ask(server, [1], status=500)
         looker.read_until()
         assert looker.recording().how == "ZeroDivisionError: integer division or modulo by zero"
