@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from folovllm.apps.inspector import lines
-from folovllm.apps.inspector.lines import LineWriter, Texts, TokenTexts, tokens_of_entry
+from folovllm.apps.inspector.lines import Texts, TokenTexts, tokens_of_entry
 from folovllm.apps.inspector.lines import Turn as TurnLine
-from folovllm.apps.inspector.recorder import Recorder, header_of, recording
+from folovllm.apps.inspector.recorder import Recorder, recording
 from folovllm.apps.inspector.replay import Recording, parse, read
 from folovllm.apps.inspector.watcher import Watcher
 from folovllm.engine import events as ev
@@ -223,8 +223,8 @@ class TestTheFile:
 
 def test_numbers_of_numpy_are_written() -> None:
     """A learner's code may hand them in."""
-    served = engine("m3")
-    writer = LineWriter(header_of(served, "", None), TokenTexts(served.tokenizer))
-    writer.turn([ev.Snapshot(4, 4, 1, 8, 0, (), ())], 0.0)
-    line = writer.turn([ev.BlockTaken(1), ev.BlockFreed(np.int64(2))], 0.5)  # type: ignore[arg-type]
-    assert json.loads(line) == ["Turn", 1, 0.5, [["BlockTaken", 1], ["BlockFreed", 2]]]
+    data = bytearray()
+    recorder = Recorder(engine("m3"), data.extend)
+    recorder([ev.BlockTaken(1), ev.BlockFreed(np.int64(2))])  # type: ignore[arg-type]
+    recorder.close()
+    assert json.loads(data.splitlines()[-2])[3] == [["BlockTaken", 1], ["BlockFreed", 2]]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from folovllm.engine import events as ev
 from folovllm.engine.spelling import BYTE, byte_alphabet
-from folovllm.step.schedule import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,64 +101,6 @@ Line = Texts | Turn | Done
 encode_lines = msgspec.json.Encoder(
     enc_hook=lambda numbers: numbers.tolist()
 ).encode_lines  # numpy's, which a learner may hand in
-
-
-class LineWriter:
-    """Turns one engine's events into lines, one batch of them (a turn) after the other. It may run in a thread of its own."""
-
-    def __init__(self, header: dict[str, Any], texts: TokenTexts) -> None:
-        """`header` is the first line."""
-        self.num_turns = 0
-        self._header, self._texts = header, texts
-        self._known: set[int] = set()  # token ids whose texts are written
-        self._drafts: dict[int, TokenIds] = {}  # by seq_id: the newest step's, which are known when they are verified
-
-    def turn(self, events: SequenceOf[ev.Event], time: float) -> bytes:
-        """The lines of one batch. A `Snapshot` gives a header before it, and all texts anew: a reader may join there."""
-        lines: list[Any] = []
-        if isinstance(events[0], ev.Snapshot):
-            self._known.clear()
-            lines.append(self._header)
-        entries = [entry for event in events for entry in self._entries(event)]
-        if new := {token for entry in entries for token in tokens_of_entry(entry)} - self._known:
-            self._known |= new
-            lines.append(Texts(self._texts.of(new)))
-        lines.append(Turn(self.num_turns, time, entries))
-        self.num_turns += 1
-        return encode_lines(lines)
-
-    def done(self, how: str, time: float) -> bytes:
-        """The last line."""
-        return encode_lines([Done(self.num_turns, time, how)])
-
-    def _entries(self, event: ev.Event) -> Iterator[Any]:
-        """The event as it is written; before the end of a step, what the model said of every token."""
-        match event:
-            case ev.StepBegan(step, start, scheduled, output, budget_left):
-                copies = {
-                    i: snapshots
-                    for i, *snapshots in (output.extras or {}).get("states", np.empty((0, 3), np.int32)).tolist()
-                }
-                seqs = [
-                    Scheduled(s.seq_id, s.row, s.start, s.end, s.num_samples, s.first_new_block, list(s.new_blocks), *copies.get(i, ()))
-                    for i, s in enumerate(output.scheduled_seqs)
-                ]  # fmt: skip
-                verified = [s for s in output.scheduled_seqs if s.num_samples > 1]
-                self._drafts |= {s.seq_id: s.token_ids[1 - s.num_samples :] for s in verified}
-                yield StepBegan(step, start, scheduled, seqs, budget_left)
-            case ev.StepEnded(step, start, arrived, end, output, result, waiting, used):
-                for i, rows in result.logprobs.items():
-                    ids = [id_ for id_, _, _ in rows[-1]] if rows else []
-                    if len(ids) > 1 + max(ids, default=0):  # the sampled token, and then all of the vocabulary
-                        values = np.empty(len(ids) - 1, np.float16)
-                        values[ids] = [value for _, value, _ in rows[-1]]
-                        yield Scored(output.scheduled_seqs[i].seq_id, values.tobytes())
-                yield StepEnded(step, start, arrived, end, event.sampled, waiting, used)
-            case ev.DraftsVerified(seq_id, num_draft_tokens, num_accepted):
-                drafts = self._drafts.pop(seq_id, np.empty(0, np.int32))
-                yield DraftsVerified(seq_id, num_draft_tokens, num_accepted, drafts[num_accepted:].tolist())
-            case _:
-                yield event
 
 
 def tokens_of_entry(entry: Entry) -> Iterable[int]:
