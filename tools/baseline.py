@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from folovllm.apps.bench.contenders import GEOMETRIES, write_geometry
-from folovllm.apps.bench.serving import Point, Sweep, serving
+from folovllm.apps.bench.serving import Point, server_at, serving, sweep
 from folovllm.apps.bench.workload import load_workload
 
 HERE = Path(__file__).resolve().parents[1]
@@ -48,14 +48,10 @@ CPU_ENGINES: dict[str, tuple[dict[str, Any], list[Work]]] = {
     "X4, experts": ({"model": "stories-moe"}, [TOKENS, ("nano", [12, 96])]),
 }  # fmt: skip
 LONE, MANY = ("at_once", [1, 128, 256]), ("at_once", [256, 512, 256])
-ROOM = {
-    "block_size": 16,
-    "num_kv_blocks": 20_000,
-    "max_model_len": 16_384,
-    "max_num_batched_tokens": 16_384,
-}  # fits twice
+# Two such engines fit on a card; of larger models with fewer blocks.
+ROOM = {"block_size": 16, "num_kv_blocks": 20_000, "max_model_len": 16_384, "max_num_batched_tokens": 16_384}
 SMALL, LARGE = ({"config": GEOMETRIES[name]} | ROOM for name in ("qwen3-0.6b", "qwen3-4b"))
-FEWER = {"block_size": 16, "num_kv_blocks": 8192, "max_model_len": 4096}  # of larger models: two engines fit
+FEWER = {"block_size": 16, "num_kv_blocks": 8192, "max_model_len": 4096}
 EIGHT, HYBRID = ({"config": GEOMETRIES[name]} | FEWER for name in ("qwen3-8b", "qwen3.5-9b"))
 EXPERTS = {"config": GEOMETRIES["qwen3-30b-a3b"] | {"num_hidden_layers": 24}} | FEWER
 GPU_ENGINES: dict[str, tuple[dict[str, Any], list[Work]]] = {
@@ -99,12 +95,17 @@ def child(tree: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[str
 def ask(process: subprocess.Popen[str], work: Work, seed: int) -> Figures:
     """The figures of a work. Raises RuntimeError if the process ends instead."""
     assert process.stdin and process.stdout
-    process.stdin.write(json.dumps([work[0], seed, work[1]]) + "\n")
-    process.stdin.flush()
+    print(json.dumps([work[0], seed, work[1]]), file=process.stdin, flush=True)
     for line in process.stdout:
         if line.startswith("{"):
             return dict(json.loads(line))
     raise RuntimeError(f"the process of {work} has ended: what it printed stands above")
+
+
+def in_turns(trees: list[Path], pairs: int) -> Iterator[tuple[int, int]]:
+    """Pairs of a turn and a tree's number: the other way round in each second turn."""
+    for turn in range(pairs):
+        yield from ((turn, i) for i in range(len(trees))[:: 1 if turn % 2 else -1])
 
 
 def resident(
@@ -113,63 +114,37 @@ def resident(
     """Figures of works that engines of all trees do in turns; the first turn warms up."""
     with ExitStack() as stack:
         children = [stack.enter_context(child(tree, settings)) for tree in trees]
-        for turn in range(pairs + 1):
-            for i in in_turn(len(trees), turn):
-                for work in works:
-                    figures = ask(children[i], work, turn)
-                    if turn:
-                        yield i, {f"{name}: {figure}": value for figure, value in figures.items()}
-
-
-def in_turn(count: int, turn: int) -> list[int]:
-    """Who comes after whom: the other way round in each second turn."""
-    return list(range(count))[:: 1 if turn % 2 else -1]
+        for turn, i in in_turns(trees, pairs + 1):
+            for work in works:
+                figures = ask(children[i], work, turn)
+                if turn:
+                    yield i, {f"{name}: {figure}": value for figure, value in figures.items()}
 
 
 def commands(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
-    """Figures of whole processes on a CPU."""
-    for turn in range(pairs):
-        for i in in_turn(len(trees), turn):
-            tree = trees[i]
-            yield i, {"import folovllm": imported(tree)}
-            yield i, first_token(tree)
-
-
-def imported(tree: Path) -> float:
-    """Seconds of a process that imports the package. Raises CalledProcessError if it fails."""
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import folovllm"], env=environment(tree), cwd=tree, check=True)
-    return time.perf_counter() - began
-
-
-def first_token(tree: Path) -> Figures:
-    """From the start of a process to its first token, and its memory then."""
-    began = time.perf_counter()
-    with child(tree, {"model": "stories-5m"}) as process:
-        figures = ask(process, ("first_token", []), 0)
-        return {"start to first token": time.perf_counter() - began} | figures
+    """Seconds of whole processes on a CPU: one that imports the package, and one up to its first token, with its memory then."""
+    for _, i in in_turns(trees, pairs):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import folovllm"], env=environment(trees[i]), cwd=trees[i], check=True)
+        yield i, {"import folovllm": time.perf_counter() - began}
+        began = time.perf_counter()
+        with child(trees[i], {"model": "stories-5m"}) as process:
+            figures = ask(process, ("first_token", []), 0)
+            yield i, {"start to first token": time.perf_counter() - began} | figures
 
 
 def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
     """Seconds between tokens of a stream over HTTP, with one client and with many; this tree's clients ask both servers."""
-    loads = Sweep(load_workload("mixed", 4000, 128), [Point(clients=1), Point(clients=64)])
-    for turn in range(pairs):
-        for i in in_turn(len(trees), turn):
-            with server(trees[i]) as url:
-                for run in loads.run_at(url, None, None)[0].runs:
-                    name = f"served: time a token at {run.config['clients']} clients"
-                    yield i, {name: run.metrics["TPOT median"].median / 1e3}
-
-
-@contextmanager
-def server(tree: Path) -> Iterator[str]:
-    """The address of a tree's server, with random weights. Raises ValueError if it does not start."""
+    loads = load_workload("mixed", 128), [Point(clients=1), Point(clients=64)]
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_geometry("qwen3-0.6b", Path(folder)))
         command = [sys.executable, "-m", "folovllm", "serve", model, "--random-weights", "--tokenizer", "stories-5m"]
         command += ["--port", "0", "--num-kv-blocks", "8192", "--max-model-len", "4096"]
-        with serving(command, env=environment(tree), cwd=tree) as url:
-            yield url
+        for _, i in in_turns(trees, pairs):
+            with serving(command, env=environment(trees[i]), cwd=trees[i]) as url:
+                for run in sweep(server_at(url), *loads)[0].runs:
+                    name = f"served: time a token at {run.config['clients']} clients"
+                    yield i, {name: run.metrics["TPOT median"].median / 1e3}
 
 
 def measurements(machine: str, trees: list[Path], pairs: int) -> dict[str, Iterator[tuple[int, Figures]]]:

@@ -11,7 +11,6 @@ Medians over captured graphs where a backend can be captured, in microseconds a 
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from folovllm.attention.backends.abstract import AttentionBackend, AttentionConf
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.step.forward_batch import ForwardBatch
-from tools.gpu import card_rates, microseconds
+from tools.gpu import card_rates, microseconds, parser_of
 
 LAYERS = 28
 BACKENDS = ("torch_paged", "flash_attn", "triton")
@@ -145,7 +144,7 @@ def bench_verification(bandwidth: float) -> None:
 
 def main() -> None:
     """Print the card's rates and the lines of what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--verify", action="store_true", help="steps that verify draft tokens")
     args = parser.parse_args()
     (bench_verification if args.verify else bench_backends)(card_rates().copy)

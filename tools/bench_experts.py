@@ -9,7 +9,6 @@ library computes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 
@@ -20,7 +19,7 @@ from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
 from folovllm.electives.moe.kernels.route import choose, combine
 from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
 from folovllm.electives.quantization.weight import QuantizedWeight
-from tools.gpu import card_rates, microseconds_a_call
+from tools.gpu import card_rates, microseconds_a_call, parser_of
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 SHAPES = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}  # [outputs, inputs] of an expert
@@ -125,10 +124,8 @@ def measure(format: str, tokens_of: list[int], rate: float) -> None:
 
 def main() -> None:
     """Read the command line, measure each format."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--format", choices=FORMATS, nargs="+", default=["bf16"], help="of the weights (codes are made up)"
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("--format", choices=FORMATS, nargs="+", default=["bf16"], help="of the made-up weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     args = parser.parse_args()
     rate = card_rates().copy

@@ -137,12 +137,16 @@ def speculation(engine: str, method: str, model: Path) -> dict[str, Any]:
 def install_plugin(folder: Path, has_experts: bool) -> None:
     """Install PLUGIN in `folder`, for this process and those that it starts."""
     names = [] if has_experts else ["Qwen3NextForCausalLM", "Qwen3NextMTP"]
-    info = folder / "beside_vllm_plugin-1.dist-info"
-    info.mkdir()
-    (folder / "beside_vllm_plugin.py").write_text(f"WITHOUT_EXPERTS = {names}\n{PLUGIN}", encoding="utf-8")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: beside-vllm-plugin\nVersion: 1\n", encoding="utf-8")
-    entry = "[vllm.general_plugins]\nbeside_vllm = beside_vllm_plugin:register\n"
-    (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+    (folder / "beside_vllm_plugin-1.dist-info").mkdir()
+    for file, text in (
+        ("beside_vllm_plugin.py", f"WITHOUT_EXPERTS = {names}\n{PLUGIN}"),
+        ("beside_vllm_plugin-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: beside-vllm-plugin\nVersion: 1\n"),
+        (
+            "beside_vllm_plugin-1.dist-info/entry_points.txt",
+            "[vllm.general_plugins]\nbeside_vllm = beside_vllm_plugin:register\n",
+        ),
+    ):
+        (folder / file).write_text(text, encoding="utf-8")
     sys.path.insert(0, str(folder))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
@@ -155,7 +159,7 @@ def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
     """
     rng = random.Random(f"{work}, {seed}")
     if work in (NANO, BURST):  # a burst: short and long ones at once, so that parts of prompts stand beside decodes
-        load = load_workload(NANO, 1 << 20) if work == NANO else mixed_workload(128, 0, (64, 8000), (16, 256))
+        load = load_workload(NANO) if work == NANO else mixed_workload(128, 0, (64, 8000), (16, 256))
         lengths = [(len(one.prompt), one.output_len) for one in load.requests]
     else:
         count, prompt, answer = (WORKS | STEPS)[work]

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import FrameType
 
@@ -88,35 +89,23 @@ def imports(package: Path) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Sets of two files and more that import each other, directly or through others."""
-
-    def reached(file: str) -> set[str]:
-        found: set[str] = set()
-        ahead = [file]
-        while ahead:
-            new = graph[ahead.pop()] - found
-            found |= new
-            ahead += new
-        return found
-
-    reach = {file: reached(file) for file in graph}
-    sets = {tuple(sorted(other for other in reach[file] if file in reach[other])) for file in graph}
-    return [list(circle) for circle in sets if circle]
+    """A set of files that import each other, directly or through others, if there is one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [error.args[1]]
+    return []
 
 
 def defined_names(tree: Iterable[ast.AST]) -> Iterator[str]:
     """Names of functions, classes, parameters, fields and attributes that a file's syntax tree defines."""
     for node in tree:
-        match node:
-            case (
-                ast.FunctionDef(name=name)
-                | ast.AsyncFunctionDef(name=name)
-                | ast.ClassDef(name=name)
-                | ast.arg(arg=name)
-            ):
-                yield name
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                yield name
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
 
 
 def elective_names(package: Path) -> list[tuple[str, str]]:

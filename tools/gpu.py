@@ -1,15 +1,42 @@
-"""How long work takes on a device, and what the device itself reaches: what the tools that measure share."""
+"""How long work takes on a device, what the device itself reaches, and models of random weights: what the tools that measure share."""
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
+from folovllm.apps.bench.contenders import GEOMETRIES, random_model
 from folovllm.apps.bench.roofline import Rates, measure_rates
+
+
+def parser_of(description: str | None, geometry: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help is a tool's docstring; with `--geometry`, where a default is given."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if geometry is not None:
+        parser.add_argument("--geometry", default=geometry, choices=GEOMETRIES, help="of random weights")
+    return parser
+
+
+@contextmanager
+def random_weights(geometry: str, **common: Any) -> Iterator[dict[str, Any]]:
+    """The fields of an engine with random weights, whose files are there until the end of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield random_model(geometry, Path(folder), {"use_tqdm": False} | common)
+
+
+def in_turns(names: Sequence[Any], rounds: int) -> Iterator[tuple[int, Any]]:
+    """Who is measured after whom: (round, name), the other way round in each second round."""
+    for number in range(rounds):
+        yield from ((number, name) for name in (names if number % 2 == 0 else reversed(names)))
 
 
 def microseconds(work: Callable[[], object], replays: int = 20, as_graph: bool = True) -> float:

@@ -16,21 +16,19 @@ import random
 import secrets
 import socket
 import statistics
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from folovllm.apps.bench.contenders import random_model
 from folovllm.apps.bench.http_load import Reply, Server
 from folovllm.apps.bench.serving import VOCABULARY, flags_of, serving
 from folovllm.apps.bench.workload import BenchRequest
 from folovllm.config import EngineConfig
 from folovllm.distributed.children import import_path, python_command
 from folovllm.engine.setup import set_up
-from tools.gpu import link_rates
+from tools.gpu import link_rates, parser_of, random_weights
 
 SECRET = secrets.token_hex()
 TOKENS_WITH_TEXT = 4096  # of the embedded model's tokenizer
@@ -110,8 +108,7 @@ async def transfer(prefill: Server, decode: Server, args: argparse.Namespace, nu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", default="qwen3-0.6b", help="random weights; on a CPU the embedded model's own")
+    parser = parser_of(__doc__, "qwen3-0.6b")  # on a CPU the embedded model
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--prompt-tokens", type=int, default=8000)
     parser.add_argument("--max-model-len", type=int, default=16384)
@@ -120,30 +117,29 @@ def main() -> None:
     parser.add_argument("--ways", default="one,ranks,apart")
     args = parser.parse_args()
     cards, ways = ("0", "1") if args.device == "cuda" else ("", ""), args.ways.split(",")
-    with tempfile.TemporaryDirectory() as folder:
-        fields: dict[str, Any] = {"max_model_len": args.max_model_len, "block_size": 16, "device": args.device}
+    common = {"max_model_len": args.max_model_len, "block_size": 16, "device": args.device}
+    with random_weights(args.geometry, **common) as fields:
         if args.device == "cuda":
-            fields = random_model(args.geometry, Path(folder), fields)
             config = Path(fields["model"]) / "config.json"  # a client sees text alone: each token must have some
             config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": TOKENS_WITH_TEXT}))
         else:
-            fields["model"] = "stories-5m"
+            fields = common | {"model": "stories-5m"}
         setup = set_up(EngineConfig(**fields))
         num_bytes = (args.prompt_tokens - 1) // setup.block_size * setup.block_size * setup.kv_bytes_per_token
-        if "one" in ways:
-            print("one engine")
-            with server(fields, cards[0]) as target:
-                asyncio.run(load(target, args))
-        if "ranks" in ways and args.device == "cuda":
-            print("one engine, two ranks")
-            with server(fields | {"tensor_parallel_size": 2}, "0,1") as target:
+        alone = {"one": ("one engine", fields, cards[0])}
+        if args.device == "cuda":
+            alone["ranks"] = ("one engine, two ranks", fields | {"tensor_parallel_size": 2}, "0,1")
+        for title, its, seen in (alone[way] for way in alone if way in ways):
+            print(title)
+            with server(its, seen) as target:
                 asyncio.run(load(target, args))
         if "apart" in ways:
             print("prompts on one card, answers on the other")
             peer = free_address()
-            with ExitStack() as stack:
-                prefill = stack.enter_context(server(fields, cards[0], "--role", "prefill", "--peer", peer))
-                decode = stack.enter_context(server(fields, cards[1], "--role", "decode", "--peer", peer))
+            with (
+                server(fields, cards[0], "--role", "prefill", "--peer", peer) as prefill,
+                server(fields, cards[1], "--role", "decode", "--peer", peer) as decode,
+            ):
                 asyncio.run(load(decode, args))
                 asyncio.run(transfer(prefill, decode, args, num_bytes))
 

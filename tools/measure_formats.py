@@ -7,7 +7,6 @@ of the time of 16 bits (with `--ranks 1 2`: on one GPU) divided by that of the f
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -15,11 +14,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from folovllm.apps.bench.contenders import GEOMETRIES
 from folovllm.apps.bench.serve import running
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.electives.quantization.config import integer_config
 from tools.beside_vllm import WEIGHTS, write_model
+from tools.gpu import in_turns, parser_of
 from tools.measure_step import prompts_time, step_time
 
 PLAIN = "16-bit"
@@ -51,8 +50,7 @@ def print_table(rounds: dict[str, list[list[float]]], points: list[str]) -> None
 
 def main() -> None:
     """Start an engine for each format, and print each round and the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", default="qwen3-8b", choices=GEOMETRIES)
+    parser = parser_of(__doc__, "qwen3-8b")
     parser.add_argument("--formats", nargs="+", default=[PLAIN, *WEIGHTS], choices=FORMATS)
     parser.add_argument("--at-once", type=int, nargs="*", default=AT_ONCE)
     parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
@@ -71,12 +69,11 @@ def main() -> None:
             config = EngineConfig(model=model, tensor_parallel_size=ranks, **COMMON)
             engines[name] = stack.enter_context(running(config))
             print(f"{name} started in {time.perf_counter() - began:.1f} s", flush=True)
-        for number in range(args.rounds):
-            for name in kinds if number % 2 == 0 else reversed(kinds):
-                times = [step_time(engines[name], count) for count in args.at_once]
-                times += [prompts_time(engines[name], length) for length in args.prompts]
-                rounds[name].append(times)
-                print(f"{number} {name:21}" + "".join(f"{value:9.3f}" for value in times), flush=True)
+        for number, name in in_turns(list(kinds), args.rounds):
+            times = [step_time(engines[name], count) for count in args.at_once]
+            times += [prompts_time(engines[name], length) for length in args.prompts]
+            rounds[name].append(times)
+            print(f"{number} {name:21}" + "".join(f"{value:9.3f}" for value in times), flush=True)
         print_table(rounds, points)
 
 

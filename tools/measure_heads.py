@@ -11,29 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from folovllm import LLM, SamplingParams
-from folovllm.apps.bench.contenders import GEOMETRIES, random_model
 from tools.beside_vllm import DRAFTS, write_head
+from tools.gpu import parser_of, random_weights
 from tools.measure_speculation import answer, requests
 
 TOKENS, TASKS = 96, 8  # tokens of an answer where steps are timed; requests in `plain.json`
-
-
-def engines(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the engine, and its `speculative_config`. Two such engines fit on a card."""
-    common = {"max_num_seqs": max(args.at_once), "num_kv_blocks": 8192, "tensor_parallel_size": args.gpus}
-    speculative = {"method": args.method, "num_speculative_tokens": DRAFTS}
-    if args.model:
-        fields, head = common | {"model": args.model}, "stories-eagle3"
-    else:
-        fields = random_model(args.geometry, folder, common | {"use_tqdm": False, "max_model_len": 2048})
-        head = str(write_head(Path(fields["model"])))
-    return fields, speculative | ({"model": head} if args.method == "eagle3" else {})
 
 
 def step_seconds(llm: LLM, num_seqs: int) -> float:
@@ -81,17 +68,22 @@ def print_rule(args: argparse.Namespace, fields: dict[str, Any], speculative: di
 
 def main() -> None:
     """Print a line for each number of requests."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "qwen3-8b")
     parser.add_argument("--method", choices=["eagle3", "mtp"], default="eagle3")
-    parser.add_argument("--geometry", default="qwen3-8b", choices=GEOMETRIES)
     parser.add_argument("--model", help="an embedded model, in place of weights from chance")
     parser.add_argument("--rule", action="store_true", help="throughput where draft lengths follow acceptance")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        (print_rule if args.rule else print_steps)(args, *engines(args, Path(folder)))
+    # Two such engines fit on a card.
+    common = {"max_num_seqs": max(args.at_once), "num_kv_blocks": 8192, "tensor_parallel_size": args.gpus}
+    speculative = {"method": args.method, "num_speculative_tokens": DRAFTS}
+    with random_weights(args.geometry, **common, max_model_len=2048) as fields:
+        fields = common | {"model": args.model} if args.model else fields
+        if args.method == "eagle3":
+            speculative["model"] = "stories-eagle3" if args.model else str(write_head(Path(fields["model"])))
+        (print_rule if args.rule else print_steps)(args, fields, speculative)
 
 
 if __name__ == "__main__":

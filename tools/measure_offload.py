@@ -7,24 +7,20 @@ whose cache evicts nothing, without and with `kv_offload`.
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from folovllm.apps.bench.contenders import random_model
 from folovllm.apps.bench.serve import exactly, run_workload, running
 from folovllm.apps.bench.workload import BenchRequest, Workload
 from folovllm.config import EngineConfig
 from folovllm.electives.kv_transfer.store import STORE, BlockStore
 from folovllm.engine.llm_engine import LLMEngine
-from tools.gpu import link_rates, seconds_of
+from tools.gpu import link_rates, parser_of, random_weights, seconds_of
 
 PREFIX, VOCAB, ROUNDS = 8_000, 100_000, 5
 
@@ -34,15 +30,15 @@ def prompt(seed: int, length: int = PREFIX + 17) -> list[int]:
     return [rng.randrange(1000, VOCAB) for _ in range(length)]
 
 
-def store_of(worker: Any) -> BlockStore:
-    """A worker's store."""
-    store: BlockStore = worker.state[STORE]
-    return store
+def store_of(engine: LLMEngine) -> BlockStore:
+    """The store of an engine's one worker."""
+    (store,) = engine.executor.collective_rpc(lambda worker: worker.state[STORE])
+    return store  # type: ignore[no-any-return]
 
 
 def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
     """Bytes a second at which `count` blocks come and leave, with nothing else on the card. Their slots are then as they were."""
-    (store,) = engine.executor.collective_rpc(store_of)
+    store = store_of(engine)
     copies = store._copies
     assert copies is not None
     numbers = list(range(min(count, len(store.host))))
@@ -62,7 +58,7 @@ def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
 def cached_blocks(engine: LLMEngine) -> dict[int, torch.Tensor]:
     """Copies of the blocks that have a hash, by it."""
     kv: Any = engine.scheduler.kv
-    (store,) = engine.executor.collective_rpc(store_of)
+    store = store_of(engine)
     return {block.hash: store.cache[:, block.block_id].clone() for block in kv.blocks if block.hash is not None}
 
 
@@ -145,16 +141,15 @@ def measure_loss(model: dict[str, Any], gib: int, count: int) -> None:
 
 def main() -> None:
     """Print all of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--geometries", nargs="+", default=["qwen3-0.6b", "qwen3-8b"])
     parser.add_argument("--gib", type=int, default=8, help="host memory")
     parser.add_argument("--count", type=int, default=256, help="requests of the throughput")
     asked = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.gib} GiB of host memory")
     for name in asked.geometries:
-        with tempfile.TemporaryDirectory() as folder:
-            print(name)
-            model = random_model(name, Path(folder), {"dtype": "bfloat16", "use_tqdm": False})
+        print(name)
+        with random_weights(name, dtype="bfloat16") as model:
             measure_prefix(model, asked.gib)
             measure_loss(model, asked.gib, asked.count)
 

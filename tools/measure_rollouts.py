@@ -7,7 +7,6 @@ far the trainer's log-probabilities are from the engine's, in the engine's dtype
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -18,11 +17,10 @@ import torch
 from safetensors.torch import save_file
 
 from folovllm import LLM, SamplingParams
-from folovllm.apps.bench.contenders import random_model
 from folovllm.electives.rollouts.demo import engine_logprobs
 from folovllm.electives.rollouts.trainer import Policy
 from folovllm.models.registry import PLAIN_LAYERS
-from tools.gpu import seconds_of
+from tools.gpu import parser_of, random_weights, seconds_of
 
 ROUNDS = 5
 PROMPT = list(range(100, 228))
@@ -95,19 +93,19 @@ def logprob_differences(llm: LLM, answers: list[tuple[list[int], Any]], invarian
 
 def main() -> None:
     """Measure all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", default="qwen3-0.6b")
+    parser = parser_of(__doc__, "qwen3-0.6b")
     parser.add_argument("--device")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        common = {"device": asked.device, "use_tqdm": False, "max_num_seqs": 64, "max_model_len": 1024}
-        fields = random_model(asked.geometry, Path(name), common)
-        (folder := Path(name) / "weights").mkdir()
-        print(
-            f"{asked.geometry}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, torch {torch.__version__}"
-        )
-        updates(fields, folder)
+    print(
+        asked.geometry,
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        f"torch {torch.__version__}",
+        sep=", ",
+    )
+    with random_weights(asked.geometry, device=asked.device, max_num_seqs=64, max_model_len=1024) as fields:
+        with tempfile.TemporaryDirectory() as folder:
+            updates(fields, Path(folder))
         sleeps(fields)
         costs(fields, asked.tokens)
 

@@ -7,7 +7,6 @@ answer's first token, so that is told apart. The texts are counted that are equa
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -19,6 +18,7 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.electives.structured_output.params import StructuredOutputsParams
+from tools.gpu import parser_of
 
 FOLDER = Path(__file__).parent / "speculation"
 
@@ -80,7 +80,7 @@ def compare(plain: LLM, speculating: LLM, name: str, batch: int, rounds: int, te
 
 def main() -> None:
     """Print the line of each method, batch size and set."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="stories-5m")
     parser.add_argument("--methods", nargs="+", default=["ngram"])
     parser.add_argument("--draft", default="stories-draft", help="the small model of draft_model")

@@ -116,10 +116,7 @@ def start(model: str) -> None:
         with LLM(model, tokenizer=DEFAULT_MODEL, model_impl="native", use_tqdm=False) as llm:
             with clock.phase("first token"):
                 llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)
-            found = {
-                "phases": dict(clock.phases),
-                "total": clock.now(),
-            }  # the end of the engine is no part of its start
+            found = {"phases": dict(clock.phases), "total": clock.now()}  # the engine's end is no part of its start
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     print(json.dumps(found | {
         "read": int(counters["read_bytes"]) / 1e9, "modules": len(sys.modules),
@@ -170,19 +167,18 @@ def main() -> None:
             child = [sys.executable, __file__, "--child", "--model", model]
             output = subprocess.run(child, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
             results.append(json.loads(output.splitlines()[-1]))
-    print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in STARTS))
-    for phase in ORDER:
-        print(f"{phase:24}" + "".join(f"{result['phases'].get(phase, 0.0):20.2f}" for result in results))
     counted = {
-        "to the first token": [f"{result['total']:.2f}" for result in results],
-        "GB from the disk": [f"{result['read']:.2f}" for result in results],
-        "modules": [result["modules"] for result in results],
-        "kernels": [result["kernels"] for result in results],
-        "kernels compiled": [len(result["compiled"]) for result in results],
-        "threads waited for them": [f"{sum(result['compiled']):.1f}" for result in results],
+        "to the first token": lambda r: f"{r['total']:.2f}",
+        "GB from the disk": lambda r: f"{r['read']:.2f}",
+        "modules": lambda r: r["modules"],
+        "kernels": lambda r: r["kernels"],
+        "kernels compiled": lambda r: len(r["compiled"]),
+        "threads waited for them": lambda r: f"{sum(r['compiled']):.1f}",
     }
-    for name, values in counted.items():
-        print(f"{name:24}" + "".join(f"{value:>20}" for value in values))
+    phases = {phase: lambda r, phase=phase: f"{r['phases'].get(phase, 0.0):.2f}" for phase in ORDER}
+    print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in STARTS))
+    for name, figure in (phases | counted).items():
+        print(f"{name:24}" + "".join(f"{figure(result):>20}" for result in results))
 
 
 if __name__ == "__main__":

@@ -10,17 +10,17 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
-from folovllm.apps.bench.contenders import GEOMETRIES, parse_contenders, random_model
+from folovllm.apps.bench.contenders import parse_contenders
 from folovllm.apps.bench.serve import finish, running
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
+from tools.gpu import parser_of, random_weights
 
 PROMPT, SETTLE, STEPS = 128, 20, 100
 BUDGET, LONG_PROMPT, TIMES = 16_384, 2048, 5
@@ -40,12 +40,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # how one of the se
 
 def timed_steps(engine: LLMEngine, count: int) -> list[float]:
     """Run `count` steps; return the milliseconds of each."""
-    times, last = [], time.perf_counter()
+    times = [time.perf_counter()]
     for _ in range(count):
         engine.step()
-        last, before = time.perf_counter(), last
-        times.append(1000 * (last - before))
-    return times
+        times.append(time.perf_counter())
+    return [1000 * (after - before) for before, after in pairwise(times)]
 
 
 def step_time(engine: LLMEngine, num_seqs: int, kind: str = "plain") -> float:
@@ -90,19 +89,15 @@ def lines(engine: LLMEngine, args: argparse.Namespace) -> Iterator[str]:
 
 def main() -> None:
     """Print the lines of each engine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
-    parser.add_argument(
-        "--compare", default="m6", help="engines, as `folovllm bench` has it, say m6,m6:quantization=int4"
-    )
+    parser = parser_of(__doc__, "qwen3-0.6b")
+    parser.add_argument("--compare", default="m6", help="engines, as `folovllm bench` has it: m6,m6:quantization=int4")
     parser.add_argument("--num-seqs", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="; ".join(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", action="store_true", help=f"time {BUDGET:,} prompt tokens, too")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        common = {"use_tqdm": False, "max_model_len": 4096, "max_num_batched_tokens": BUDGET}
-        for name, fields in parse_contenders(args.compare, random_model(args.geometry, Path(folder), common)):
+    with random_weights(args.geometry, max_model_len=4096, max_num_batched_tokens=BUDGET) as common:
+        for name, fields in parse_contenders(args.compare, common):
             began = time.perf_counter()
             with running(EngineConfig(**fields)) as engine:
                 print(f"{name}, started in {time.perf_counter() - began:.1f} s", flush=True)

@@ -36,6 +36,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from milestones import splice
 
@@ -88,9 +89,8 @@ def run_tests(mine: Path, tests: Iterable[str], limit: float | None = None) -> t
     """Run tests while the modules in `mine` stand for the engine's. Returns pytest's status, None after the limit, and its output."""
     env = {**os.environ, "FOLOVLLM_MINE": str(mine), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
-    with subprocess.Popen(
-        words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    ) as process:
+    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes) as process:
         try:
             output, _ = process.communicate(timeout=limit)
             return process.returncode, output
@@ -129,9 +129,7 @@ def main() -> None:
     """Run the mutants that are asked for, one at a time, and say what became of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME", help="the mutants of this package, or the one of this name")
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT, help="seconds for the test of one mutant (more on a busy machine)"
-    )
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for the test of one mutant")
     wanted = parser.parse_args()
     try:
         mutants = stored(wanted.only)
@@ -147,11 +145,8 @@ def main() -> None:
             print(f"    {mutant.behaviour}\n    {output}", flush=True)
         found[what] += 1
     print(f"{len(mutants)} mutants: {', '.join(f'{count} {what}' for what, count in found.most_common())}")
-    raise SystemExit(found["killed"] < len(mutants))
+    sys.exit(found["killed"] < len(mutants))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    main()

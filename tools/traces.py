@@ -25,7 +25,7 @@ def chat(rng: random.Random) -> list[Request]:
     for i in range(240):
         prompt = length(rng, 90, 1.0, 700)
         requests.append((round(rng.uniform(0, 0.5), 4), [(f"q{i}", prompt)], length(rng, 12 * prompt**0.5, 0.4, 300)))
-    return sorted(requests, key=lambda request: request[0])
+    return requests
 
 
 def documents(rng: random.Random) -> list[Request]:
@@ -43,7 +43,7 @@ def waves(rng: random.Random) -> list[Request]:
         requests.append(
             (round(max(0.0, arrival), 4), [(f"w{i}", length(rng, 60, 0.8, 400))], length(rng, 90, 0.6, 300))
         )
-    return sorted(requests, key=lambda request: request[0])
+    return requests
 
 
 def turns(rng: random.Random) -> list[Request]:
@@ -63,17 +63,16 @@ def turns(rng: random.Random) -> list[Request]:
         requests.append(
             (round(rng.uniform(0, 0.8), 4), [(f"once{i}", length(rng, 400, 0.6, 900))], length(rng, 20, 0.5, 60))
         )
-    return sorted(requests, key=lambda request: request[0])
-
-
-def as_text(requests: list[Request]) -> str:
-    """One request a line."""
-    return "[\n" + ",\n".join(json.dumps(request) for request in requests) + "\n]\n"
+    return requests
 
 
 def traces() -> dict[str, str]:
-    """The files by name."""
-    return {f"{make.__name__}.json": as_text(make(random.Random(0))) for make in (chat, documents, turns, waves)}
+    """The files by name: one request a line, by their arrival."""
+    found = {}
+    for make in (chat, documents, turns, waves):
+        requests = sorted(make(random.Random(0)), key=lambda request: request[0])
+        found[f"{make.__name__}.json"] = "[\n" + ",\n".join(map(json.dumps, requests)) + "\n]\n"
+    return found
 
 
 if __name__ == "__main__":

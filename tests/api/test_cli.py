@@ -79,12 +79,12 @@ class FakeEngine:
     def abort_request(self, request_id: str) -> RequestOutput:
         del self.words[request_id]
         self.aborted.append(request_id)
-        return output(request_id, self.said[request_id], "", finished=True)
+        return output(request_id, self.said[request_id], reason="abort")
 
 
-def output(request_id: str, text: str, delta: str = "", finished: bool = True) -> RequestOutput:
+def output(request_id: str, text: str, delta: str = "", finished: bool = True, reason: str = "stop") -> RequestOutput:
     metrics = RequestMetrics(10.0, 10.5, 12.5, num_prompt_tokens=3, num_generated_tokens=5)
-    answer = CompletionOutput(0, text, [1, 2], finish_reason="stop", delta_text=delta)
+    answer = CompletionOutput(0, text, [1, 2], finish_reason=reason, delta_text=delta)
     return RequestOutput(request_id, "Say [/bold]:", [7, 8], [answer], finished, metrics)
 
 
@@ -309,7 +309,7 @@ class TestEncodings:
 
         file = tmp_path / "lines.jsonl"
         file.write_text('\ufeff{"text": "a", "prompt_len": 3, "output_len": 6}\n', encoding="utf-8")
-        assert read_texts(file) == ["a"] and len(load_workload(str(file), 1000).requests) == 1
+        assert read_texts(file) == ["a"] and len(load_workload(str(file)).requests) == 1
 
 
 class TestOutputThatCannotBeWritten:

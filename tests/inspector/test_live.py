@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 
+import httpx
 import pytest
 
 from folovllm.apps.inspector import live, paced
 from folovllm.apps.inspector.live import Subscribers, as_event, is_beginning
-from folovllm.apps.inspector.paced import LiveLines
+from folovllm.apps.inspector.paced import PacedEngine
 from folovllm.apps.inspector.replay import Recording, parse
 from folovllm.apps.inspector.watcher import Watcher
 from folovllm.electives.server.config import ServerConfig
-from folovllm.electives.server.transport import ThreadEngineClient
 from folovllm.engine import events as ev
-from folovllm.engine.llm_engine import make_engine
+from folovllm.engine.scheduler import Scheduler
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_recording import tokens_of
 from tests.m5.test_events import World, engine
@@ -33,43 +32,34 @@ TIGHT = {"model": str(tiny_checkpoint()), "device": "cpu", "block_size": 4, "num
 TIGHT |= {"max_num_seqs": 4, "max_num_batched_tokens": 16, "milestone": "m5"}
 
 
+@dataclass
 class Looker:
     """A client of the stream."""
 
-    def __init__(self, server: Background, key: str | None = None, path: str = "/inspector/events", **headers: str):
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        self._connection.request("GET", path, headers=headers)
-        self.response = self._connection.getresponse()
-        self.lines: list[str] = []
+    response: httpx.Response
+    lines: list[str] = field(default_factory=list)
 
-    def read_until(self, holds: Callable[[str], bool]) -> list[str]:
-        """Lines up to the first for which it holds."""
-        while True:
-            line = self.response.readline().decode()
-            assert line, "the stream has ended"
-            if line.startswith("data: "):
-                self.lines.append(line.removeprefix("data: ").rstrip("\n"))
-                if holds(self.lines[-1]):
-                    return self.lines
-
-    def rest(self) -> list[str]:
-        """All lines to the end of the stream."""
-        data = self.response.read().decode()
-        self.lines += [line.removeprefix("data: ") for line in data.splitlines() if line.startswith("data: ")]
+    def read_until(self, holds: Callable[[str], bool] = lambda _: False) -> list[str]:
+        """Lines up to the first for which it holds, or to the end of the stream."""
+        for line in self._lines:
+            self.lines.append(line)
+            if holds(line):
+                break
         return self.lines
+
+    @cached_property
+    def _lines(self) -> Iterator[str]:
+        return (line.removeprefix("data: ") for line in self.response.iter_lines() if line.startswith("data: "))
 
     def recording(self) -> Recording:
         return parse("".join(line + "\n" for line in self.lines), "live")
 
-    def close(self) -> None:
-        self.response.close()
-        self._connection.close()
 
-
-def looking(server: Background, **options: Any) -> closing[Looker]:
-    return closing(Looker(server, **options))
+@contextmanager
+def looking(server: Background, path: str = "/inspector/events", key: str | None = None) -> Iterator[Looker]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with httpx.stream("GET", f"{server.url}{path}", headers=headers, timeout=PATIENCE) as response:
+        yield Looker(response)
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -84,21 +74,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Background]:
 
 def ask(server: Background, prompt: list[int], status: int = 200) -> None:
     """Ask for six tokens."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    assert connection.getresponse().status == status
-    connection.close()
-
-
-def finished(times: int) -> Callable[[str], bool]:
-    seen = [0]
-
-    def holds(line: str) -> bool:
-        seen[0] += line.count('["Finished"')
-        return seen[0] >= times
-
-    return holds
+    assert server.ask("/v1/completions", body)[0] == status
 
 
 def replayed(found: Recording) -> Watcher:
@@ -111,12 +88,13 @@ def replayed(found: Recording) -> Watcher:
 
 def test_the_stream_is_a_recording(server: Background) -> None:
     with looking(server) as looker:
-        assert looker.response.status == 200
+        assert looker.response.status_code == 200
         assert looker.response.headers["content-type"].startswith("text/event-stream")
         looker.read_until(lambda line: line.startswith('["Turn"'))
         for prompt in ([1] * 9, [1] * 8 + [7]):
             ask(server, prompt)
-        looker.read_until(finished(2))
+        while sum(line.count('["Finished"') for line in looker.lines) < 2:
+            looker.read_until(lambda line: '["Finished"' in line)
         found = looker.recording()
         assert found.header["engine"]["block_size"] == 4 and found.header["title"] == "live"
         watcher = replayed(found)
@@ -127,58 +105,43 @@ def test_the_stream_is_a_recording(server: Background) -> None:
         assert {ev.PrefixHit, ev.BlockCached, ev.TableFreed} <= kinds
 
 
-class Kept(ThreadEngineClient):
-    """A transport that lets the test look at the engine."""
-
-    def __init__(self) -> None:
-        super().__init__(self._make)
-
-    def _make(self, config: Any) -> Any:
-        self.inner = make_engine(config)
-        return self.inner
-
-
 class TestWhoMayLook:
     def test_without_the_flag_there_is_nothing(self) -> None:
         with Background(ServerConfig(), **TIGHT) as server:
             for path in ("/inspector", "/inspector/events", "/inspector/static/main.js"):
-                with looking(server, path=path) as looker:
-                    assert looker.response.status == 404
+                assert server.ask(path)[0] == 404
 
     def test_the_stream_wants_the_key_and_the_page_does_not(self) -> None:
         with Background(ServerConfig(inspector=True, api_key=["secret"]), **TIGHT) as server:
             for key, status in ((None, 401), ("wrong", 401), ("secret", 200)):
                 with looking(server, key=key) as looker:
-                    assert looker.response.status == status
-            with looking(server, path="/inspector") as looker:
-                page = looker.response.read().decode()
-                assert looker.response.status == 200 and '"needs_key":true' in page
-                assert "default-src 'none'" in looker.response.headers["content-security-policy"]
+                    assert looker.response.status_code == status
+            page = httpx.get(f"{server.url}/inspector")
+            assert page.status_code == 200 and '"needs_key":true' in page.text
+            assert "default-src 'none'" in page.headers["content-security-policy"]
 
     def test_files_outside_are_not_there(self, server: Background) -> None:
         for name in ("../page.py", "%2e%2e/page.py", "..%2fpage.py", "no.js", "index.html"):
-            with looking(server, path=f"/inspector/static/{name}") as looker:
-                assert looker.response.status == 404, name
-        with looking(server, path="/inspector/static/main.js") as looker:
-            assert looker.response.headers["content-type"].startswith("text/javascript")
+            assert server.ask(f"/inspector/static/{name}")[0] == 404, name
+        main = httpx.get(f"{server.url}/inspector/static/main.js")
+        assert main.headers["content-type"].startswith("text/javascript")
 
 
-@pytest.mark.parametrize("transport", BOTH)
-def test_an_engine_that_ends_says_how(transport: str, request: pytest.FixtureRequest) -> None:
-    if transport == "process":
-        request.getfixturevalue("warm")
-    place: Any = Kept() if transport == "thread" else "process"
-    with Background(ServerConfig(inspector=True), place, **TIGHT) as server, looking(server) as looker:
+def test_an_engine_that_ends_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Background(ServerConfig(inspector=True), **TIGHT) as server, looking(server) as looker:
         looker.read_until(lambda line: line.startswith('["Turn"'))
-        if transport == "process":
-            os.kill(server.engine._transport._process.pid, signal.SIGKILL)  # type: ignore[attr-defined, arg-type]
-            assert not any(line.startswith('["Done"') for line in looker.rest()), "it had no time to"
-            return
-        place.inner.scheduler.schedule = lambda: 1 // 0
+        monkeypatch.setattr(Scheduler, "schedule", lambda self: 1 // 0)
         ask(server, [1], status=500)
-        assert parse("".join(f"{line}\n" for line in looker.rest()), "x").how == (
-            "ZeroDivisionError: integer division or modulo by zero"
-        )
+        looker.read_until()
+        assert looker.recording().how == "ZeroDivisionError: integer division or modulo by zero"
+
+
+@pytest.mark.slow
+def test_the_stream_ends_with_the_engine_process(warm: None) -> None:
+    with Background(ServerConfig(inspector=True), "process", **TIGHT) as server, looking(server) as looker:
+        looker.read_until(lambda line: line.startswith('["Turn"'))
+        os.kill(server.engine._transport._process.pid, signal.SIGKILL)  # type: ignore[attr-defined, arg-type]
+        assert not any(line.startswith('["Done"') for line in looker.read_until()), "it had no time to"
 
 
 class TestLines:
@@ -186,9 +149,9 @@ class TestLines:
 
     def test_at_most_so_often(self) -> None:
         world, now = World(engine("m5"), 1), [0.0]
-        lines = LiveLines(world.engine, lambda: now[0])
-        assert lines.take(all_of_it=True) == [] and lines.end("closed") == []
-        lines.begin()
+        lines = PacedEngine(world.engine, lambda: now[0])
+        assert lines.take(all_of_it=True) == [] and lines.end_recording("closed") == []
+        lines.watch(True)
         (beginning,) = lines.take(all_of_it=True)
         assert is_beginning(beginning) and beginning.count(b"\n") == 2, "header and snapshot"
         world.turn()
@@ -200,22 +163,22 @@ class TestLines:
         now[0] = paced.PERIOD * 1.1
         (piece,) = lines.take(all_of_it=False)
         assert piece.count(b'["Turn"') >= 6 and not is_beginning(piece)
-        lines.begin()
+        lines.watch(True)
         world.turn()
         pieces = lines.take(all_of_it=True)
         assert [is_beginning(piece) for piece in pieces] == [True, False], "who joins is told apart"
-        (last,) = lines.end("closed")
+        (last,) = lines.end_recording("closed")
         assert b'["Done"' in last and world.engine.events.on  # the world's own listeners
         assert lines.take(all_of_it=True) == []
 
     def test_joined_at_any_moment_it_ends_in_the_same_state(self) -> None:
         world = World(engine("m6"), 2)
-        lines = LiveLines(world.engine)
-        lines.begin()
+        lines = PacedEngine(world.engine)
+        lines.watch(True)
         readers: list[list[bytes]] = [[]]
         for turn in range(60):
             if turn % 13 == 12:
-                lines.begin()
+                lines.watch(True)
                 readers.append([])
             world.turn()
             for piece in lines.take(all_of_it=True):
@@ -227,7 +190,7 @@ class TestLines:
             own = {id_: (s.is_running, s.num_tokens, s.block_table) for id_, s in world.watcher.sequences.items()}
             found = {id_: (s.is_running, s.num_tokens, s.block_table) for id_, s in watcher.sequences.items()}
             assert found == own and watcher.cells == world.watcher.cells
-        lines.end("closed")
+        lines.end_recording("closed")
 
 
 class TestReaders:
@@ -244,7 +207,6 @@ class TestReaders:
         subscribers.publish([self.MORE, self.BEGINNING, self.MORE])
         assert first.read() == self.BEGINNING + 3 * self.MORE and second.read() == self.BEGINNING + self.MORE
         assert asked == [True, True]
-        subscribers.remove(first)
         subscribers.remove(first)
         assert asked == [True, True]
         subscribers.remove(second)

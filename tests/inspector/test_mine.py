@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from folovllm.apps.inspector.replay import Recording, parse
-from folovllm.apps.inspector.watcher import Watched, Watcher
+from folovllm.apps.inspector.watcher import Watched
 from tests.helpers import tiny_checkpoint
 from tests.inspector.browser import SAMPLES
+from tests.inspector.test_live import replayed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 REFERENCE = Path(__file__).parents[2] / "folovllm" / "engine" / "scheduler.py"
+ASKED = {"prompts": ["Once upon", "The sea"], "max_tokens": 40, "seed": 1}
 SMALL = ["--milestone", "m3", "--num-kv-blocks", "6", "--block-size", "8", "--max-num-seqs", "4"]
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.loads(response.read())
+    return httpx.post(url, json=body, timeout=60).json()
 
 
-def until_done(stream: Any, holds: Any) -> Recording:
+def until(response: httpx.Response, holds: Callable[[str], bool]) -> Recording:
     """The recording so far, as soon as a line is one that we wait for."""
     lines: list[str] = []
-    for row in stream:
-        text = row.decode().strip()
-        if text.startswith("data: "):
-            lines.append(text.removeprefix("data: "))
+    for row in response.iter_lines():
+        if row.startswith("data: "):
+            lines.append(row.removeprefix("data: "))
             if holds(lines[-1]):
                 return parse("".join(f"{line}\n" for line in lines), "mine")
     raise AssertionError("the stream has ended")
@@ -48,14 +45,6 @@ def until_done(stream: Any, holds: Any) -> Recording:
 
 FREES = "    scheduler.kv.free(victim)\n    victim.requeue()"
 MISTAKES = {"keeps": "    victim.requeue()", "loops": "    while True:\n        pass", "is none": "    if"}
-
-
-@pytest.fixture
-def scheduler_file(tmp_path: Path) -> Path:
-    """Where a learner's scheduler is."""
-    file = tmp_path / "mine" / "folovllm" / "engine" / "scheduler.py"
-    file.parent.mkdir(parents=True)
-    return file
 
 
 @contextmanager
@@ -75,18 +64,11 @@ def inspecting(*arguments: str, **environment: str) -> Iterator[str]:
         process.wait()
 
 
-def loading(address: str) -> str | None:
-    """What the engine waits for."""
-    with urllib.request.urlopen(f"{address}/playground", timeout=60) as response:
-        told: str | None = json.loads(response.read())["loading"]
-        return told
-
-
 @contextmanager
 def playing(mine: Path) -> Iterator[str]:
     """The playground on a learner's code, once its engine is there; its address."""
     with inspecting(*SMALL, "--no-use-tqdm", FOLOVLLM_MINE=str(mine), OMP_NUM_THREADS="1") as address:
-        while loading(address):
+        while httpx.get(f"{address}/playground", timeout=60).json()["loading"]:
             time.sleep(0.1)
         post(f"{address}/playground/pace", {"delay": 0})
         yield address
@@ -97,11 +79,10 @@ def test_a_server_of_its_own(kind: str) -> None:
     """It says where it is, and Ctrl-C ends it, with a reader attached."""
     of_its_own = ["--milestone", "m3", "--model", str(tiny_checkpoint()), "--device", "cpu", "--no-use-tqdm"]
     with inspecting(*(of_its_own if kind == "playground" else [str(SAMPLES / "m2.jsonl")])) as address:
-        with urllib.request.urlopen(address, timeout=30) as response:
-            assert f'"kind":"{kind}"' in response.read().decode()
+        assert f'"kind":"{kind}"' in httpx.get(address).text
         if kind == "playground":
-            stream = urllib.request.urlopen(f"{address}/events", timeout=30)
-            assert b"folovllm recording" in stream.readline()
+            with httpx.stream("GET", f"{address}/events", timeout=30) as stream:
+                assert "folovllm recording" in next(stream.iter_lines())
 
 
 def write(file: Path, mistake: str | None) -> None:
@@ -113,21 +94,21 @@ def write(file: Path, mistake: str | None) -> None:
 
 def preempted(address: str) -> tuple[Recording, list[Watched]]:
     """What the page sees up to the first turn with a preemption, and who waits then."""
-    with urllib.request.urlopen(f"{address}/events", timeout=60) as stream:
-        post(f"{address}/playground/prompts", {"prompts": ["Once upon", "The sea"], "max_tokens": 40, "seed": 1})
-        found = until_done(stream, lambda line: '["Preempted"' in line)
-    watcher = Watcher()
-    for turn in found.turns():
-        watcher(turn.events)
+    with httpx.stream("GET", f"{address}/events", timeout=60) as stream:
+        post(f"{address}/playground/prompts", ASKED)
+        found = until(stream, lambda line: '["Preempted"' in line)
+    watcher = replayed(found)
     victims = [seq for seq in watcher.sequences.values() if not seq.is_running]
     assert victims and all(watcher.cells[block].ref_count for seq in victims for block in seq.block_table)
     return found, victims
 
 
-def test_mistakes_are_seen_and_mended_without_a_new_start(scheduler_file: Path) -> None:
+def test_mistakes_are_seen_and_mended_without_a_new_start(tmp_path: Path) -> None:
     """One that shows, one that never ends, and what is no code at all."""
+    scheduler_file = tmp_path / "folovllm" / "engine" / "scheduler.py"
+    scheduler_file.parent.mkdir(parents=True)
     write(scheduler_file, "keeps")
-    with playing(scheduler_file.parents[2]) as address:
+    with playing(tmp_path) as address:
         found, victims = preempted(address)
         assert found.header["engine"]["mine"] is True
         assert all(seq.block_table for seq in victims), "they wait, and hold blocks"
@@ -136,13 +117,11 @@ def test_mistakes_are_seen_and_mended_without_a_new_start(scheduler_file: Path) 
         assert not any(seq.block_table for seq in preempted(address)[1])
         write(scheduler_file, "loops")
         assert post(f"{address}/playground", {})["mine"] == 1
-        post(f"{address}/playground/prompts", {"prompts": ["Once upon", "The sea"], "max_tokens": 40, "seed": 1})
-        with urllib.request.urlopen(f"{address}/events", timeout=60) as stream:
+        post(f"{address}/playground/prompts", ASKED)
+        with httpx.stream("GET", f"{address}/events", timeout=60) as stream:
             write(scheduler_file, "is none")
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                post(f"{address}/playground", {})
-            assert "ended" in json.loads(refused.value.read())["error"]["message"]
+            assert "ended" in post(f"{address}/playground", {})["error"]["message"]
             write(scheduler_file, None)
             post(f"{address}/playground", {})
-            until_done(stream, lambda line: line.startswith("{"))  # the reader of the old one begins anew
+            until(stream, lambda line: line.startswith("{"))  # the reader of the old one begins anew
         assert not any(seq.block_table for seq in preempted(address)[1])

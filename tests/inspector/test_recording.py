@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.apps.inspector import lines
-from folovllm.apps.inspector.lines import LineWriter, Texts, TokenTexts, tokens_of_entry
+from folovllm.apps.inspector.lines import Texts, TokenTexts, tokens_of_entry
 from folovllm.apps.inspector.lines import Turn as TurnLine
-from folovllm.apps.inspector.recorder import Recorder, header_of, recording
+from folovllm.apps.inspector.recorder import Recorder, recording
 from folovllm.apps.inspector.replay import Recording, parse, read
 from folovllm.apps.inspector.watcher import Watcher
 from folovllm.engine import events as ev
@@ -160,27 +160,19 @@ def test_texts_of_bytes_and_of_pieces() -> None:
     assert TokenTexts(SentencePiece()).of([2, 5, 6, 7]) == {"2": "</s>", "5": " the", "6": [0xE2], "7": "A"}  # type: ignore[arg-type]
 
 
-HEADER = {"format": "folovllm recording", "version": 2, "engine": {"num_kv_blocks": 4, "block_size": 4}}
-SNAPSHOT = '["Snapshot",4,4,1,8,0,[],[]]'
-DEEP = "[" * 100_000
+HEADER = '{"format": "folovllm recording", "version": 2, "engine": {}}\n'
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "x.jsonl is no recording"),
-        (DEEP + "\n", "is no recording"),
-        (json.dumps(HEADER | {"version": 1}), "x.jsonl is a recording of version 1, and this reads version 2: record"),
-        (json.dumps(HEADER | {"engine": None}), "does not describe its engine"),
-        (json.dumps(HEADER | {"engine": {"num_kv_blocks": 1 << 40, "block_size": 1}}), "does not describe its engine"),
-        (f"{json.dumps(HEADER)}\nno\n[]\n", "x.jsonl, line 2 is no JSON"),
-        (f"{json.dumps(HEADER)}\n{DEEP}]\n", "line 2 is no JSON"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[]]\n', "does not begin with a snapshot"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Sing",1]]]\n', "line 2 is no line of a recording: .*Sing"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[["BlockFreed",1e99]]]\n', "line 2 is no line of a recording"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["BlockFreed",9]]]\n', "line 2: block 9 of 4"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Snapshot",4611686018427387904,4,1,8,0,[],[]]]]\n', "line 2: block 46"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["TableFreed",1,[[-5,0]]]]]\n', "line 2: block -5 of 4"),
+        ("[" * 100_000 + "\n", "is no recording"),
+        (HEADER.replace("2", "1"), "x.jsonl is a recording of version 1, and this reads version 2: record"),
+        (f"{HEADER}no\n[]\n", "x.jsonl, line 2 is no line of a recording"),
+        (f"{HEADER}{'[' * 100_000}]\n", "line 2 is no line of a recording"),
+        (f'{HEADER}["Turn",0,0,[["Sing",1]]]\n', "line 2 is no line of a recording: .*Sing"),
+        (f'{HEADER}["Turn",0,0,[["BlockFreed",1e99]]]\n', "line 2 is no line of a recording"),
     ],
 )
 def test_what_is_no_recording_is_refused_in_a_sentence(text: str, says: str, tmp_path: Path) -> None:
@@ -256,8 +248,8 @@ class TestTheFile:
 
 def test_numbers_of_numpy_are_written() -> None:
     """A learner's code may hand them in."""
-    served = engine("m3")
-    writer = LineWriter(header_of(served, "", None), TokenTexts(served.tokenizer))
-    writer.turn([ev.Snapshot(4, 4, 1, 8, 0, (), ())], 0.0)
-    line = writer.turn([ev.BlockTaken(1), ev.BlockFreed(np.int64(2))], 0.5)  # type: ignore[arg-type]
-    assert json.loads(line) == ["Turn", 1, 0.5, [["BlockTaken", 1], ["BlockFreed", 2]]]
+    data = bytearray()
+    recorder = Recorder(engine("m3"), data.extend)
+    recorder([ev.BlockTaken(1), ev.BlockFreed(np.int64(2))])  # type: ignore[arg-type]
+    recorder.close()
+    assert json.loads(data.splitlines()[-2])[3] == [["BlockTaken", 1], ["BlockFreed", 2]]

@@ -10,7 +10,7 @@ from tests.m1.conftest import commands_built_once  # noqa: F401
 
 
 def quick_rates(device: torch.device, dtype: torch.dtype) -> roofline.Rates:
-    return roofline.Rates(roofline._copy_rate(1 << 16, device, dtype), roofline._matmul_rate(64, device, dtype))
+    return roofline.measure_rates(device, dtype, 1 << 16, 64)
 
 
 @pytest.fixture(scope="session", autouse=True)

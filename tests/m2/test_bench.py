@@ -28,15 +28,15 @@ SMALL = Workload("small", [BenchRequest([1, 2, 3], 5), BenchRequest([4] * 10, 3)
 
 class TestWorkloads:
     def test_the_default(self) -> None:
-        workload = load_workload("default", 32_000)
+        workload = load_workload("default")
         assert len(workload.requests) == 64 and workload.temperature == 0
         assert {len(r.prompt) for r in workload.requests} <= set(range(32, 257))
         assert {r.output_len for r in workload.requests} <= set(range(32, 129))
-        assert load_workload("default", 32_000, count=5).requests == workload.requests[:5]
+        assert load_workload("default", count=5).requests == workload.requests[:5]
 
     def test_a_mix(self) -> None:
         """Most begin alike; a few are long, own, and late enough to meet others that run."""
-        requests = load_workload("mixed", 32_000).requests
+        requests = load_workload("mixed").requests
         long = [i for i, r in enumerate(requests) if len(r.prompt) == 1000]
         short = [r.prompt for i, r in enumerate(requests) if i not in long]
         assert len(requests) == 24 and long == [8, 20] and len({tuple(prompt[:256]) for prompt in short}) == 1
@@ -44,18 +44,18 @@ class TestWorkloads:
         assert {r.output_len for r in requests} <= set(range(48, 113))
 
     def test_nano_vllms_own(self) -> None:
-        workload = load_workload("nano-vllm", 151_936)
+        workload = load_workload("nano-vllm")
         assert (len(workload.requests), workload.prompt_tokens, workload.output_tokens) == (256, 142_827, 133_966)
         assert workload.temperature == 0.6
-        assert all(0 <= token < 259 for r in load_workload("nano-vllm", 259).requests for token in r.prompt)
+        assert all(
+            0 <= token < 259 for r in load_workload("nano-vllm").for_vocabulary(259).requests for token in r.prompt
+        )
 
     def test_a_file(self, tmp_path: Path) -> None:
         file = tmp_path / "requests.jsonl"
-        file.write_text(
-            '{"prompt_len": 7, "output_len": 3, "arrival": 0.5}\n\n{"prompt_token_ids": [5, 6], "output_len": 2}\n'
-        )
-        first, second = load_workload(str(file), 1000).requests
-        assert first == BenchRequest([5, 6], 2) and (len(second.prompt), second.arrival) == (7, 0.5)
+        file.write_text('{"prompt_len": 7, "output_len": 3}\n\n{"prompt_token_ids": [5, 6], "output_len": 2}\n')
+        first, second = load_workload(str(file)).requests
+        assert (len(first.prompt), first.output_len) == (7, 3) and second == BenchRequest([5, 6], 2)
 
     @pytest.mark.parametrize(
         "line", ["{}", "nonsense", '{"prompt_len": 3}', '{"prompt_len": 0, "output_len": 1}', "[1]"]
@@ -64,16 +64,16 @@ class TestWorkloads:
         file = tmp_path / "requests.jsonl"
         file.write_text('{"prompt_len": 7, "output_len": 3}\n' + line + "\n")
         with pytest.raises(ValueError, match="line 2"):
-            load_workload(str(file), 1000)
+            load_workload(str(file))
         with pytest.raises(ValueError, match="unknown workload"):
-            load_workload(str(tmp_path / "absent.jsonl"), 1000)
+            load_workload(str(tmp_path / "absent.jsonl"))
 
 
 def test_the_roofline_of_nano_vllms_workload(tmp_path: Path) -> None:
     """Worked out by hand: 13.85 TB of K/V, 1.19 GB of weights 1,023 times, 137 TFLOP; 4.26 TB/s and 750 TFLOP/s."""
     config = EngineConfig(**random_model("qwen3-0.6b", tmp_path, {"dtype": "bfloat16", "device": "cpu"}))
     setup = set_up(config)
-    seconds = roofline_seconds(load_workload("nano-vllm", 151_936), setup, Rates(4.26e12, 750e12))
+    seconds = roofline_seconds(load_workload("nano-vllm"), setup, Rates(4.26e12, 750e12))
     assert seconds == pytest.approx((13.85e12 + 1.19e9 * 1023) / 4.26e12 + 137e12 / 750e12, rel=5e-3)
     assert 133_966 / seconds == pytest.approx(35_900, rel=0.01)
 
@@ -97,12 +97,6 @@ class TestRuns:
         assert seen.partial and 0 < seen.output_tokens < 5000 and seen.seconds < 3
         assert "of the roofline" not in metrics_of([seen], bound=1.0)
         assert_nothing_left(engine)
-
-    def test_requests_arrive_when_they_arrive(self) -> None:
-        engine = make_engine(tiny_checkpoint())
-        later = Workload("later", [BenchRequest([1, 2, 3], 2), BenchRequest([1, 2, 3], 2, arrival=0.2)])
-        seen = run_workload(engine, later)
-        assert seen.seconds >= 0.2 and len(seen.outputs) == 2 and seen.batch == seen.steps == 4
 
     def test_too_long_for_the_context(self) -> None:
         with pytest.raises(ValueError, match="longest request has 140 tokens"):

@@ -14,7 +14,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from folovllm.apps.bench.ladder import (
-    Plan,
     bench_ladder,
     bench_reference,
     beside,
@@ -24,7 +23,7 @@ from folovllm.apps.bench.ladder import (
     show_ladder,
 )
 from folovllm.apps.bench.report import Metric, Result, Run, load
-from folovllm.apps.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
+from folovllm.apps.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE, bench_throughput
 from folovllm.apps.cli import build_app
 from tests.helpers import tiny_checkpoint
 from tools.chart import draw
@@ -84,7 +83,7 @@ def test_every_milestone_has_something_to_gain(tmp_path: Path) -> None:
     fields, name = common(), str(tmp_path / "alike.jsonl")
     del fields["max_model_len"]
     chosen = [rung for rung in for_cpu(contenders_up_to("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
-    slots, blocks, reuse = (run.metrics for run in bench_ladder(Plan(chosen, name)).runs)
+    slots, blocks, reuse = (run.metrics for run in bench_throughput(chosen, name).runs)
     assert slots["sequences a step"].median <= 4 < blocks["sequences a step"].median
     assert blocks[WASTE].median < 10 < slots[WASTE].median
     assert reuse[REUSED].median > 50 and REUSED not in blocks
@@ -94,7 +93,7 @@ def test_every_milestone_has_something_to_gain(tmp_path: Path) -> None:
 
 @pytest.mark.m6
 def test_every_milestone_gives_the_same_tokens(workload: str) -> None:
-    result = bench_ladder(Plan(contenders_up_to("m6", common()), workload))
+    result = bench_ladder("m6", common(), workload, None, None, 1)
     assert [run.name for run in result.runs] == ["m1", "m2", "m3", "m4", "m5", "m6"]
     assert all(run.metrics[AGREEMENT].median == 100 for run in result.runs[1:])
     assert all(run.metrics["output tokens"].median > 0 and not run.partial for run in result.runs)
@@ -115,13 +114,12 @@ def test_the_reference_runs_without_the_learners_code(
     (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FOLOVLLM_MINE", "/absent")  # would stop a process that inherited it
-    plan = Plan(contenders_up_to("m1", common()), workload)
-    reference = bench_reference(plan)
+    reference = bench_reference(("m1", common(), workload, None, None, 1))
     assert os.environ["FOLOVLLM_MINE"] == "/absent" and [run.name for run in reference.runs] == ["m1"]
     both = beside(made_up(1.0), reference)
     assert [run.name for run in both.runs] == ["m1 reference", "m1 mine"]
     with pytest.raises(RuntimeError, match="unknown workload"):
-        bench_reference(replace(plan, workload=str(tmp_path / "absent.jsonl")))
+        bench_reference(("m1", common(), str(tmp_path / "absent.jsonl"), None, None, 1))
 
 
 def shown(result: Result, width: int = 80) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from folovllm.apps.bench.http_load import Reply, Server, read_reply
 from folovllm.apps.bench.report import load, show
-from folovllm.apps.bench.serving import Load, Point, Sweep, arrivals, drive, shifted
+from folovllm.apps.bench.serving import Point, arrivals, drive, figures, server_at, sweep
 from folovllm.apps.bench.workload import BenchRequest, Workload
 from folovllm.apps.cli import main
 from tests.x1.background import Background
@@ -87,7 +87,7 @@ class TestLoads:
     def test_a_load_shares_no_prompt_with_the_one_before(self) -> None:
         """A cache must not find what the pass before left; what requests share among themselves stays shared."""
         workload = Workload("w", [BenchRequest([1, 2, 3], 1), BenchRequest([1, 2, 9], 1)])
-        first, second = (shifted(workload, by, 10) for by in (1, 2))
+        first, second = (workload.for_vocabulary(10, by).requests for by in (1, 2))
         assert [request.prompt for request in first] == [[2, 3, 4], [2, 3, 0]]
         assert all(a.prompt[0] != b.prompt[0] for a, b in zip(first, second, strict=True))
 
@@ -97,15 +97,15 @@ class TestFigures:
         """Three answers: 1 s and then a token each 0.1 s; 2 s and 0.2 s; one that failed."""
         quick = Reply(0.0, [1.0, 1.1, 1.2], 3, None, True)
         slow = Reply(1.0, [3.0, 3.2, 4.0], 6, None, True)
-        found = Load(Point(rate=1), [quick, slow, Reply(1.0, [], 0, "no", True), Reply(3.0)], begin=0.0)
-        metrics = {name: metric.median for name, metric in found.metrics().items()}
+        found = figures([quick, slow, Reply(1.0, [], 0, "no", True), Reply(3.0)], begin=0.0)
+        metrics = {name: metric.median for name, metric in found.items()}
         assert (metrics["answered"], metrics["failed"], metrics["requests"]) == (2, 1, 0.5)
         assert metrics["output tokens"] == pytest.approx(9 / 4)
         assert metrics["TTFT median"] == metrics["TTFT p99"] == pytest.approx(2000)
         assert metrics["TPOT p99"] == pytest.approx(200) and metrics["ITL p99"] == pytest.approx(800)
 
     def test_nothing_was_answered(self) -> None:
-        metrics = Load(Point(rate=1), [Reply(1.0, [], 0, "no", True)], begin=1.0).metrics()
+        metrics = figures([Reply(1.0, [], 0, "no", True)], begin=1.0)
         assert {name: metric.median for name, metric in metrics.items()} == {"answered": 0, "failed": 1}
 
 
@@ -156,10 +156,10 @@ class TestClient:
 
     def test_what_goes_wrong_is_said(self) -> None:
         refused = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 13\r\n\r\nqueue is full"
-        assert read(refused).error == "status 429: queue is full"
-        assert "cannot be read" in str(read(b"nonsense\r\n\r\n").error)
+        assert read(refused).error == "HTTP/1.1 429 Too Many Requests: queue is full"
+        assert "nonsense" in str(read(b"nonsense\r\n\r\n").error)
         assert "without [DONE]" in str(read(HEAD + chunked(EVENTS[0])[:-5]).error)
-        assert read(HEAD + chunked(b'data: {"error":{"message":"died"}}\n\n')).error == '{"message":"died"}'
+        assert read(HEAD + chunked(b'data: {"error":{"message":"died"}}\n\n')).error == "{'message': 'died'}"
 
 
 @pytest.fixture
@@ -167,9 +167,8 @@ def server(open_server: Background) -> Background:
     return open_server
 
 
-def small(points: list[Point]) -> Sweep:
-    workload = Workload("small", [BenchRequest([5, 6, i], 8) for i in range(6)])
-    return Sweep(workload, points)
+SMALL = Workload("small", [BenchRequest([5, 6, i], 8) for i in range(6)])
+ONE = [Point(clients=1)]
 
 
 class TestSweep:
@@ -177,7 +176,7 @@ class TestSweep:
         self, server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Each point is a run in the common format, which comes back from its file."""
-        found, is_whole = small([Point(rate=50.0), Point(clients=2)]).run_at(server.url, None, None)
+        found, is_whole = sweep(server_at(server.url), SMALL, [Point(rate=50.0), Point(clients=2)])
         assert is_whole and [run.name for run in found.runs] == ["stories-5m at 50/s", "stories-5m at 2 clients"]
         for run in found.runs:
             assert (run.metrics["answered"].median, run.metrics["failed"].median) == (6, 0)
@@ -199,19 +198,19 @@ class TestSweep:
             return await own(self, *args)
 
         monkeypatch.setattr(Server, "ask", ask)
-        found, is_whole = small([Point(clients=1), Point(clients=1), Point(clients=1)]).run_at(server.url, None, None)
+        found, is_whole = sweep(server_at(server.url), SMALL, 3 * ONE)
         assert not is_whole and [run.metrics["answered"].median for run in found.runs] == [6]
 
     def test_nobody_answers(self, server: Background) -> None:
         with pytest.raises(ValueError, match="write http"):
             Server("localhost:8000", "m")
         with pytest.raises(ValueError, match="no server answers"):
-            small([Point(rate=1.0)]).run_at("http://127.0.0.1:9", None, None)
-        with pytest.raises(ValueError, match="status 404"):
-            small([Point(rate=1.0)]).run_at(server.url, "another model", None)
+            server_at("http://127.0.0.1:9")
+        with pytest.raises(ValueError, match="404"):
+            sweep(server_at(server.url, "another model"), SMALL, ONE)
         too_long = Workload("long", [BenchRequest([5] * 600, 8)])
-        with pytest.raises(ValueError, match="answered nothing: status 400"):
-            Sweep(too_long, [Point(rate=1.0)]).run_at(server.url, None, None)
+        with pytest.raises(ValueError, match=r"answered nothing: .*400"):
+            sweep(server_at(server.url), too_long, ONE)
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("warm")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from folovllm.apps.inspector import lines
@@ -310,7 +311,9 @@ def told(events: Any) -> list[Any]:
             copies = (
                 {i: (s.load_state, s.save_state) for i, s in enumerate(event.scheduled_seqs)}
                 if isinstance(event, lines.StepBegan)
-                else lines.copies_of(event.output)
+                else {
+                    i: (load, save) for i, load, save in (event.output.extras or {}).get("states", np.empty(0)).tolist()
+                }
             )
             found.append([(s.seq_id, s.row, copies.get(i, (-1, -1))) for i, s in enumerate(event.scheduled_seqs)])
         elif isinstance(event, ev.SnapshotCached | ev.SnapshotEvicted):

@@ -51,7 +51,7 @@ def add_to(app: typer.Typer) -> None:
 
 def throughput(
     workload: Annotated[
-        str, typer.Option(help="default, mixed, nano-vllm, or a file of JSON lines: prompt_len, output_len, arrival.")
+        str, typer.Option(help="default, mixed, nano-vllm, or a file of JSON lines: prompt_len, output_len.")
     ] = "default",
     requests: Requests = None,
     compare: Compare = None,
@@ -78,10 +78,10 @@ def latency(
     **given: Any,
 ) -> None:
     """One request alone, 128 tokens in and 256 out: times to the first token and between tokens."""
-    from folovllm.apps.bench.throughput import bench_latency
+    from folovllm.apps.bench.throughput import bench_throughput
 
     with contenders(given, compare, random_weights) as engines:
-        found = bench_latency(engines, repeats, limit)
+        found = bench_throughput(engines, "latency", None, repeats, limit, "latency")
     finish(found, save)
 
 
@@ -158,9 +158,7 @@ def serve(
         str | None, typer.Option(help="A server that runs; without it, one of our own is started for each preset.")
     ] = None,
     compare: Compare = None,
-    workload: Annotated[
-        str, typer.Option(help="mixed, default, nano-vllm, or a file of JSON lines; arrivals are those of --rates.")
-    ] = "mixed",
+    workload: Annotated[str, typer.Option(help="mixed, default, nano-vllm, or a file of JSON lines.")] = "mixed",
     requests: Requests = None,
     rates: Annotated[
         str | None, typer.Option(help="Requests a second, one load after the other; by default 1,2,4,8.")
@@ -179,7 +177,7 @@ def serve(
     **given: Any,
 ) -> None:
     """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps the loads before it."""
-    from folovllm.apps.bench.serving import VOCABULARY, Point, Sweep
+    from folovllm.apps.bench.serving import Point, own_servers, server_at, sweep
     from folovllm.apps.bench.workload import load_workload
 
     if slo is not None:
@@ -188,17 +186,14 @@ def serve(
         raise ValueError("give --rates or --clients, not both")
     points = [Point(clients=int(count)) for count in numbers("--clients", clients)] if clients else []
     points = points or [Point(rate=rate) for rate in numbers("--rates", rates or "1,2,4,8")]
-    sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, engine_process)
-    if url is not None:
-        chosen = {name for name, value in given.items() if value not in (None, [])} - {"model"}
-        if chosen or compare or random_weights:
-            raise ValueError(
-                "--url names a server that has its settings: say --model and the load, nothing of the engine"
-            )
-        found, is_whole = sweep.run_at(url, given.get("model"), api_key)
-    else:
+    load, model = (load_workload(workload, requests), points), given.get("model")
+    if url is None:
         with contenders(given, compare, random_weights) as engines:
-            found, is_whole = sweep.run(engines)
+            found, is_whole = sweep(own_servers(engines, engine_process), *load)
+    elif compare or random_weights or any(value not in (None, [], model) for value in given.values()):
+        raise ValueError("--url names a server that has its settings: say --model and the load, nothing of the engine")
+    else:
+        found, is_whole = sweep(server_at(url, model, api_key), *load)
     finish(found, save)
     if not is_whole:
         raise typer.Exit(130)
@@ -208,7 +203,7 @@ def numbers(flag: str, text: str) -> list[float]:
     """ "1,2.5" -> [1.0, 2.5]. Raises ValueError for what is no number above 0."""
     with suppress(ValueError):
         found = [float(item) for item in text.split(",")]
-        if all(0 < number < 1e6 for number in found):
+        if min(found) > 0:
             return found
     raise ValueError(f"{flag} takes numbers above 0 with commas between them, say 1,2,4, not {text!r}")
 
@@ -217,14 +212,14 @@ def compare(files: Annotated[list[Path], typer.Argument(help="Results that --sav
     """Show results side by side, as ratios to the first."""
     from folovllm.apps.bench.report import load, show
 
-    first, *others = results = [load(file) for file in files]
-    if any(other.workload != first.workload or other.benchmark != first.benchmark for other in others):
+    results = [load(file) for file in files]
+    if any((other.benchmark, other.workload) != (results[0].benchmark, results[0].workload) for other in results):
         raise ValueError("these files are of different benchmarks or workloads: their numbers do not compare")
     for file, result in zip(files, results, strict=True):
         for run in result.runs:
             run.name = f"{file.stem}: {run.name}"
-    first.runs += [run for other in others for run in other.runs]
-    show(first)
+    results[0].runs = [run for result in results for run in result.runs]
+    show(results[0])
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -41,18 +42,12 @@ class Reply:
         return [after - before for before, after in pairwise(self.times)]
 
 
-class Usage(msgspec.Struct):
-    """The server's count of tokens."""
-
-    completion_tokens: int = 0
-
-
 class Event(msgspec.Struct):
     """An event of the stream, as far as it matters here."""
 
     choices: list[msgspec.Raw] = []
-    usage: Usage | None = None
-    error: msgspec.Raw = msgspec.Raw()
+    usage: dict[str, Any] | None = None  # the server's count of tokens
+    error: Any = None
 
 
 read_event = msgspec.json.Decoder(Event).decode
@@ -63,19 +58,16 @@ async def read_reply(stream: asyncio.StreamReader, reply: Reply) -> str | None:
     status = await stream.readline()
     if not status.startswith(b"HTTP/1.1 200"):
         body = (status + await stream.read()).partition(b"\r\n\r\n")[2].decode(errors="replace")
-        words = status.split()
-        if len(words) < 2 or not words[0].startswith(b"HTTP/"):
-            return "the server's response cannot be read: it is no HTTP"
-        return f"status {words[1].decode(errors='replace')}: {body[:300]}"
+        return f"{status.decode(errors='replace').strip()}: {body[:300]}"
     while line := await stream.readline():
         if line.startswith(b"data: {"):
             event, now = read_event(line[6:]), asyncio.get_running_loop().time()
             if event.choices:
                 reply.times.append(now)
             if event.usage is not None:
-                reply.num_tokens = event.usage.completion_tokens
-            if bytes(event.error) not in (b"", b"null"):
-                return bytes(event.error).decode(errors="replace")
+                reply.num_tokens = event.usage["completion_tokens"]
+            if event.error is not None:
+                return str(event.error)
         elif line.startswith(b"data: [DONE]"):
             return None
     return "the stream ended without [DONE]"
@@ -109,7 +101,7 @@ class Server:
                 writer.transport.abort()
         except OSError as error:
             reply.error = f"cannot reach {self._host}:{self._port}: {error.strerror or error}"
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, KeyError, msgspec.MsgspecError) as error:
             reply.error = f"the server's response cannot be read: {error}"
         reply.is_over = True
         return reply

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,36 +48,15 @@ COLUMNS = {  # a metric and its heading
 }
 LEGEND = (
     "At once: requests in a step, mean. First and each token: medians, with all waiting. Longest wait: of a running "
-    "request for its next token. Cache empty: reserved, and nothing in it. Prompt found: in the cache, not computed."
+    "request for its next token. Cache empty: reserved, and nothing in it. Prompt found: in the cache, not computed. "
+    "On a CPU M4 runs what M3 runs, and M6 has no device to overlap with: both are for GPUs."
 )
-ALL_AGREE = "All milestones gave the same tokens."
-FOR_GPUS = "On a CPU M4 runs what M3 runs, and M6 has no device to overlap with: both are for GPUs."
 
 
-@dataclass(slots=True, frozen=True)
-class Plan:
-    """What to run. The process that measures the reference gets it as JSON."""
-
-    contenders: list[Contender]
-    workload: str
-    requests: int | None = None
-    limit: float | None = 60.0
-    repeats: int = 1
-
-
-def bench_milestones(
-    upto: str, fields: dict[str, Any], workload: str | None, requests: int | None, limit: float | None, repeats: int
-) -> Result:
-    """Measure the milestones up to one of them over `fields` of an EngineConfig; with `--mine` the reference's, too.
-
-    Raises:
-        ValueError: no such milestone; or answers differ.
-    """
-    contenders, on_gpu = contenders_up_to(upto, fields), is_on_gpu(fields)
-    workload = workload or ("nano-vllm" if on_gpu else "mixed")
-    plan = Plan(contenders if on_gpu else for_cpu(contenders, workload, requests), workload, requests, limit, repeats)
-    found = bench_ladder(plan)
-    return beside(found, bench_reference(plan)) if os.environ.get("FOLOVLLM_MINE") else found
+def bench_milestones(*asked: Any) -> Result:
+    """Measure a ladder as `bench_ladder` does; with `--mine`, beside the reference's. Raises ValueError as that does."""
+    found = bench_ladder(*asked)
+    return beside(found, bench_reference(asked)) if os.environ.get("FOLOVLLM_MINE") else found
 
 
 def is_on_gpu(fields: dict[str, Any]) -> bool:
@@ -104,13 +83,13 @@ def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) 
     blocks, and where prompts come in chunks a step has `CHUNK` tokens. What a contender's fields say already stays.
     """
     setup = set_up(EngineConfig(**contenders[0][1]))
-    longest = load_workload(workload_name, setup.vocab_size, count).longest
+    longest = load_workload(workload_name, count).longest
     context = setup.config.max_model_len or min(longest, num_positions(setup.hf_config))
     little = {"max_model_len": context, "kv_cache_memory": SLOTS * context * setup.kv_bytes_per_token}
     found = []
     for name, fields in contenders:
-        chunked = EngineConfig(**fields).enable_chunked_prefill
-        found.append((name, little | ({"max_num_batched_tokens": CHUNK} if chunked else {}) | fields))
+        chunk = {"max_num_batched_tokens": CHUNK} if EngineConfig(**fields).enable_chunked_prefill else {}
+        found.append((name, little | chunk | fields))
     return found
 
 
@@ -129,18 +108,21 @@ def other_backends(contender: Contender) -> list[Contender]:
     return found
 
 
-def bench_ladder(plan: Plan) -> Result:
-    """Measure each milestone, and check that the answers agree where they must.
+def bench_ladder(
+    upto: str, fields: dict[str, Any], workload: str | None, requests: int | None, limit: float | None, repeats: int
+) -> Result:
+    """Measure the milestones up to one of them over `fields` of an EngineConfig, and check that the answers agree where they must.
 
     Raises:
-        ValueError: greedy float32 answers on CPU differ between milestones.
+        ValueError: no such milestone; or greedy float32 answers on CPU differ.
     """
-    result = figures.bench_throughput(plan.contenders, plan.workload, plan.requests, plan.repeats, plan.limit)
-    result.benchmark = "ladder"
-    fields = plan.contenders[0][1]
+    contenders, on_gpu = contenders_up_to(upto, fields), is_on_gpu(fields)
+    workload = workload or ("nano-vllm" if on_gpu else "mixed")
+    contenders = contenders if on_gpu else for_cpu(contenders, workload, requests)
+    result = figures.bench_throughput(contenders, workload, requests, repeats, limit, "ladder")
     for run in result.runs:  # a GPU's work is not the CPU's; a small model stays in a CPU's cache, which no copy shows
-        run.metrics.pop(figures.PER_CPU_SECOND if is_on_gpu(fields) else figures.ROOFLINE, None)
-    if not is_on_gpu(fields) and fields.get("dtype", "auto") in ("auto", "float32"):
+        run.metrics.pop(figures.PER_CPU_SECOND if on_gpu else figures.ROOFLINE, None)
+    if not on_gpu and fields.get("dtype", "auto") in ("auto", "float32"):
         check_answers(result)  # rounding cannot explain a difference
     return result
 
@@ -156,18 +138,17 @@ def check_answers(result: Result) -> None:
             )
 
 
-def bench_reference(plan: Plan) -> Result:
-    """Measure the ladder of the package's own code, in a process without `FOLOVLLM_MINE`.
+def bench_reference(asked: Any) -> Result:
+    """Measure the same ladder of the package's own code, in a process without `FOLOVLLM_MINE`.
 
     Raises:
         RuntimeError: that process failed; its last line says why.
     """
     environment = {key: value for key, value in os.environ.items() if key != "FOLOVLLM_MINE"}
-    environment["PYTHONPATH"] = import_path()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.json"
-        command = python_command("folovllm.apps.bench.ladder", json.dumps(asdict(plan)), str(file))
-        child = subprocess.run(command, env=environment, stderr=subprocess.PIPE)
+        command = python_command("folovllm.apps.bench.ladder", json.dumps(asked), str(file))
+        child = subprocess.run(command, env=environment | {"PYTHONPATH": import_path()}, stderr=subprocess.PIPE)
         if child.returncode:
             raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
         return load(file)
@@ -190,10 +171,8 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("")
     units = {name: metric.unit for run in result.runs for name, metric in run.metrics.items()}
-    all_agree = {run.metrics[figures.AGREEMENT].median for run in result.runs if figures.AGREEMENT in run.metrics} == {
-        100
-    }
-    columns = [name for name in COLUMNS if name in units and not (name == figures.AGREEMENT and all_agree)]
+    agreement = {run.metrics[figures.AGREEMENT].median for run in result.runs if figures.AGREEMENT in run.metrics}
+    columns = [name for name in COLUMNS if name in units and not (name == figures.AGREEMENT and agreement == {100})]
     for name in columns:
         table.add_column(f"{COLUMNS[name]}\n{units[name]}", justify="right", no_wrap=True, vertical="bottom")
         if name == RATE:
@@ -202,12 +181,9 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
         rate, *others = (digits(run.metrics[name].median) if name in run.metrics else "-" for name in columns)
         table.add_row(run.title, rate, ratio(result.runs[0].metrics[RATE], run.metrics[RATE]), *others)
     console.print(table)
-    on_cpu = all(figures.PER_CPU_SECOND in run.metrics for run in result.runs)
-    idle = on_cpu and any(run.config.get("milestone") in ("m4", "m6") for run in result.runs)
-    for note in [LEGEND] + [ALL_AGREE] * all_agree + [FOR_GPUS] * idle:
-        console.print(note, style="dim", markup=False)
+    console.print(LEGEND + " All milestones gave the same tokens." * (agreement == {100}), style="dim", markup=False)
     console.print(machine_line(result), style="dim", soft_wrap=True)
 
 
 if __name__ == "__main__":  # the child process of `bench_reference`
-    bench_ladder(Plan(**json.loads(sys.argv[1]))).save(Path(sys.argv[2]))
+    bench_ladder(*json.loads(sys.argv[1])).save(Path(sys.argv[2]))

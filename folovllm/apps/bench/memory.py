@@ -7,29 +7,14 @@ ones and a few long ones. How many run at once, how fast, and how much of what t
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
-from folovllm.apps.bench.contenders import Contender, used_settings
-from folovllm.apps.bench.report import Metric, Result, Run
+from folovllm.apps.bench.contenders import Contender
+from folovllm.apps.bench.report import Result
 from folovllm.apps.bench.serve import Observed, run_workload, running, warm_up
+from folovllm.apps.bench.throughput import bench_throughput
 from folovllm.apps.bench.workload import Workload, mixed_workload
 from folovllm.config import PRESETS, EngineConfig
-
-
-def metrics_of(seen: Observed) -> dict[str, Metric]:
-    """What one preset made of the memory."""
-    filled = fmean(stats.kv_bytes_used / stats.kv_bytes_total for stats in seen.looks)
-    return {
-        "sequences in flight, mean": Metric.of([seen.mean_running]),
-        "sequences in flight, most": Metric.of([max(stats.running for stats in seen.looks)]),
-        "output tokens": Metric.of([seen.tokens_per_second], "/s"),
-        "output tokens a CPU second": Metric.of([seen.tokens_per_cpu_second], "/s"),
-        "reserved and empty": Metric.of([100 * seen.mean_waste], "%", higher_is_better=False),
-        "of the cache filled": Metric.of([100 * filled], "%"),
-        "steps": Metric.of([seen.steps], higher_is_better=False),
-        "preemptions": Metric.of([seen.preemptions], higher_is_better=False),
-    }
 
 
 def bench_memory(contenders: list[Contender], slots: int = 8, max_model_len: int = 512, count: int = 96) -> Result:
@@ -46,22 +31,20 @@ def bench_memory(contenders: list[Contender], slots: int = 8, max_model_len: int
     prompts, answers = (max_model_len // 64 or 1, max_model_len // 4), (max_model_len // 32 or 1, max_model_len // 2)
     name = f"mixed, in the memory of {slots} sequences of {max_model_len} tokens"
     workload = replace(mixed_workload(count, 0, prompts, answers), name=name)
-    result = Result("memory", workload.describe())
-    for name, fields in contenders:
-        seen = measure(workload=workload, slots=slots, **{**fields, "max_model_len": max_model_len})
-        cache = {"block_size": seen.block_size, "kv_bytes": seen.kv_bytes}
-        result.runs.append(Run(name, used_settings(EngineConfig(**fields)) | cache, metrics_of(seen)))
-    return result
+    sized = [(name, in_memory_of(slots, **{**fields, "max_model_len": max_model_len})) for name, fields in contenders]
+    return bench_throughput(sized, workload, benchmark="memory", look_every=1)
 
 
-def measure(
-    milestone: str, workload: Workload, slots: int, max_model_len: int, block_size: int = 16, **overrides: Any
-) -> Observed:
+def in_memory_of(slots: int, milestone: str, max_model_len: int, block_size: int = 16, **others: Any) -> dict[str, Any]:
+    """Return the fields of an engine whose cache has the bytes of `slots` sequences of `max_model_len` tokens."""
+    pool = {"num_kv_blocks": slots * max_model_len // block_size, "block_size": block_size}
+    pool = {"num_kv_blocks": slots} if PRESETS[milestone]["kv_cache"] == "slots" else pool
+    fields = {"milestone": milestone, "max_model_len": max_model_len, "max_num_seqs": 256, "use_tqdm": False}
+    return fields | pool | others
+
+
+def measure(milestone: str, workload: Workload, slots: int, max_model_len: int, **fields: Any) -> Observed:
     """Serve the requests in the memory of `slots` sequences of `max_model_len` tokens; loading does not count."""
-    cache = {"num_kv_blocks": slots * max_model_len // block_size, "block_size": block_size}
-    if PRESETS[milestone]["kv_cache"] == "slots":
-        cache = {"num_kv_blocks": slots}
-    options = {"max_num_seqs": 256, "use_tqdm": False, **cache, **overrides}
-    with running(EngineConfig(milestone=milestone, max_model_len=max_model_len, **options)) as engine:
+    with running(EngineConfig(**in_memory_of(slots, milestone, max_model_len, **fields))) as engine:
         warm_up(engine, workload)
         return run_workload(engine, workload.for_vocabulary(engine.setup.vocab_size), look_every=1)

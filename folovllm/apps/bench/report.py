@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -24,7 +24,6 @@ import folovllm
 from folovllm.distributed.cores import num_cores
 from folovllm.models.written_files import write_whole
 
-FORMAT = 1
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 
 
@@ -43,19 +42,14 @@ class Metric:
         return cls(statistics.median(values), (min(values), max(values)), unit, higher_is_better)
 
 
-def quantile(values: Iterable[float], share: float) -> float:
-    """Return the smallest value that at least this share of all does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def latencies(name: str, passes: list[list[float]]) -> dict[str, Metric]:
     """Median and 99th percentile of seconds, in milliseconds, over the repeats. Nothing where a repeat has none."""
-    shares = {"median": 0.5, "p99": 0.99} if all(passes) else {}
-    return {
-        f"{name} {title}": Metric.of([1e3 * quantile(one, share) for one in passes], "ms", False)
-        for title, share in shares.items()
-    }
+
+    def over(share: float) -> Metric:
+        """The smallest value of each repeat that at least this share of all does not exceed."""
+        return Metric.of([1e3 * sorted(one)[min(len(one) - 1, int(share * len(one)))] for one in passes], "ms", False)
+
+    return {f"{name} median": over(0.5), f"{name} p99": over(0.99)} if all(passes) else {}
 
 
 @dataclass(slots=True)
@@ -85,7 +79,7 @@ class Result:
     command: str = ""
     commit: str | None = None
     date: str = ""
-    format: int = FORMAT
+    format: Literal[1] = 1  # other files are refused
 
     def describe_here(self) -> Result:
         """Fill in this machine, these versions, this command."""
@@ -103,12 +97,9 @@ class Result:
 def load(path: Path) -> Result:
     """Read a file that `save` wrote. Raises ValueError if it is none."""
     try:
-        result = msgspec.json.decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), type=Result)
+        return msgspec.json.decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), type=Result)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of `folovllm bench`: {error}") from error
-    if result.format != FORMAT:
-        raise ValueError(f"{path} has format {result.format}, and this reads format {FORMAT}: measure it anew")
-    return result
 
 
 def machine() -> dict[str, Any]:
@@ -116,9 +107,8 @@ def machine() -> dict[str, Any]:
     import torch
 
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor() or platform.machine()
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.is_file() else []
+    cpu = [*names, platform.processor() or platform.machine()][0]
     found = {"cpu": cpu, "cores": num_cores(), "torch_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
@@ -136,12 +126,10 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """Return the checkout's commit, with a "+" if files differ from it; None outside of a checkout."""
-    root = Path(folovllm.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    root, command = Path(folovllm.__file__).parents[1], ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        if (root / ".git").exists():
+            return subprocess.check_output(command, cwd=root, stderr=subprocess.DEVNULL, text=True).strip()
     return None
 
 
@@ -155,16 +143,12 @@ def show(result: Result, console: Console | None = None) -> None:
         if i:
             table.add_column(f"/ {result.runs[0].name}", justify="right", style="bold")
     for name in dict.fromkeys(name for run in result.runs for name in run.metrics):
-        table.add_row(*_row(name, [run.metrics.get(name) for run in result.runs]))
+        first, *others = (run.metrics.get(name) for run in result.runs)
+        unit = next(metric.unit for metric in (first, *others) if metric)
+        cells = (cell for each in others for cell in (_number(each), ratio(first, each)))
+        table.add_row(escape(f"{name} [{unit}]" if unit else name), _number(first), *cells)
     console.print(table)
     console.print(machine_line(result), style="dim")
-
-
-def _row(name: str, metrics: list[Metric | None]) -> list[str]:
-    known = next(metric for metric in metrics if metric)
-    title = escape(f"{name} [{known.unit}]" if known.unit else name)
-    first, *others = metrics
-    return [title, _number(first), *(cell for each in others for cell in (_number(each), ratio(first, each)))]
 
 
 def _number(metric: Metric | None) -> str:
@@ -190,8 +174,8 @@ def ratio(first: Metric | None, other: Metric | None) -> str:
 
 def workload_line(workload: dict[str, Any]) -> str:
     """Return the workload's name and size as a phrase."""
-    sizes = f"{workload['prompt_tokens']:,} prompt and {workload['output_tokens']:,} output tokens"
-    return f"workload {workload['name']}, {workload['requests']} requests, {sizes}"
+    sizes = "{prompt_tokens:,} prompt and {output_tokens:,} output tokens"
+    return ("workload {name}, {requests} requests, " + sizes).format(**workload)
 
 
 def device_line(result: Result) -> str:

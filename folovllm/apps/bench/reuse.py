@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +24,6 @@ from folovllm.engine.setup import choose_device
 Clock = Callable[[], float]  # the wall's, or that of the process alone, which a busy machine does not disturb
 
 TAIL = 32  # tokens of a prompt that nobody shares
-CHUNKS = (2048, 512, 128)
 SHORT = 8  # tokens of the running request's prompt
 DECODED_BEFORE = 8  # tokens of the running request before the long prompt comes
 
@@ -40,23 +40,23 @@ def milliseconds(seconds: Iterable[float]) -> Metric:
 
 def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
     """Draw token ids; in all likelihood nobody has asked for the same before."""
-    return [rng.randrange(engine.setup.vocab_size) for _ in range(count)]
+    return rng.choices(range(engine.setup.vocab_size), k=count)
 
 
 def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock = time.perf_counter) -> Result:
     """Serve two prompts that share `prefix` tokens, one after the other. Each repeat has tokens of its own."""
-    rng, times = random.Random(0), []
+    rng, pairs = random.Random(0), []
     with engine_for(contender, prefix + TAIL + 8, enable_prefix_caching=True) as engine:
         for _ in range(repeats + 1):
             shared = random_ids(rng, prefix, engine)
             prompts = [shared + random_ids(rng, TAIL, engine) for _ in range(2)]
-            times.append([time_to_first_token(engine, prompt, clock) for prompt in prompts])
+            pairs.append([time_to_first_token(engine, prompt, clock) for prompt in prompts])
         settings = used_settings(engine.setup.config)
-    firsts, seconds = zip(*times[1:], strict=True)  # the first pair warms up
+    del pairs[0]  # it warms up
     metrics = {
-        "TTFT of the first": milliseconds(firsts),
-        "TTFT of the second": milliseconds(seconds),
-        "first / second": Metric.of([a / b for a, b in zip(firsts, seconds, strict=True)]),
+        "TTFT of the first": milliseconds(first for first, _ in pairs),
+        "TTFT of the second": milliseconds(second for _, second in pairs),
+        "first / second": Metric.of([first / second for first, second in pairs]),
     }
     work = Workload(f"two prompts that share {prefix:,} tokens", [BenchRequest(prompt, 1) for prompt in prompts])
     return Result("reuse", work.describe(), [Run("the cache on", settings, metrics)])
@@ -71,19 +71,13 @@ def time_to_first_token(engine: LLMEngine, prompt: list[int], clock: Clock = tim
 
 
 def bench_sharing(
-    contender: Contender,
-    prefix: int,
-    count: int,
-    output_len: int = 32,
-    repeats: int = 3,
-    clock: Clock = time.perf_counter,
-) -> Result:
+    contender: Contender, prefix: int, count: int, output_len: int = 32, repeats: int = 3, clock: Clock = time.perf_counter
+) -> Result:  # fmt: skip
     """Serve `count` requests that begin alike, and as many of the same lengths that do not, with the cache off and on.
 
     One engine serves all of it, and off and on take turns: what else the machine does falls on both.
     """
-    seconds: dict[tuple[str, bool], list[float]] = {}
-    found = list[float]()
+    seen: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
     with engine_for(contender, prefix + TAIL + output_len, enable_prefix_caching=True) as engine:
         loads = {
             f"{word} shared": workload(engine, prefix, count, output_len, word == "prefix")
@@ -91,16 +85,16 @@ def bench_sharing(
         }
         serve(engine, loads["nothing shared"], True, clock)  # warm-up
         for (name, load), caching in itertools.product(loads.items(), (False, True) * repeats):
-            taken, hit_rate = serve(engine, load, caching, clock)
-            seconds.setdefault((name, caching), []).append(taken)
-            if caching and name == "prefix shared":
-                found.append(100 * hit_rate)
+            seen[name, caching].append(serve(engine, load, caching, clock))
         config = used_settings(engine.setup.config)
     runs = []
-    for name, caching in (("the cache off", False), ("the cache on", True)):
-        rates = {word: [load.output_tokens / t for t in seconds[word, caching]] for word, load in loads.items()}
+    for title, caching in (("the cache off", False), ("the cache on", True)):
+        rates = {
+            word: [load.output_tokens / seconds for seconds, _ in seen[word, caching]] for word, load in loads.items()
+        }
         metrics = {word: Metric.of(rate, "tok/s") for word, rate in rates.items()}
-        runs.append(Run(name, config | {"enable_prefix_caching": caching}, metrics))
+        runs.append(Run(title, config | {"enable_prefix_caching": caching}, metrics))
+    found = [100 * hit_rate for _, hit_rate in seen["prefix shared", True]]
     runs[1].metrics["tokens found, prefix shared"] = Metric.of(found, "%")
     return Result("reuse", loads["prefix shared"].describe(), runs)
 
@@ -131,11 +125,7 @@ def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tup
 
 
 def bench_gaps(
-    contender: Contender,
-    prompt: int,
-    chunks: tuple[int, ...] = CHUNKS,
-    repeats: int = 3,
-    clock: Clock = time.perf_counter,
+    contender: Contender, prompt: int, chunks: tuple[int, ...], repeats: int = 3, clock: Clock = time.perf_counter
 ) -> Result:
     """A request is running when a prompt of `prompt` tokens arrives: how long does it wait for its next token?
 
@@ -184,15 +174,9 @@ def watch_gaps(
 
 
 def bench_reuse(
-    contender: Contender,
-    parts: list[str] | None = None,
-    prefix: int | None = None,
-    prompt: int = 8000,
-    requests: int | None = None,
-    chunks: tuple[int, ...] = CHUNKS,
-    repeats: int = 3,
-    cpu_time: bool = False,
-) -> Iterator[tuple[str, Result]]:
+    contender: Contender, parts: list[str] | None, prefix: int | None, prompt: int, requests: int | None,
+    chunks: tuple[int, ...], repeats: int, cpu_time: bool,
+) -> Iterator[tuple[str, Result]]:  # fmt: skip
     """Yield the parts that were asked for, each as soon as it is done. Sizes that are left open depend on the device.
 
     Raises:

@@ -35,38 +35,27 @@ class Rates:
     matmul: float
 
 
-def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Median rates of a large copy and a large square product in `dtype`."""
-    numel, n = (1 << 30, 8192) if device.type == "cuda" else (1 << 26, 1024)
-    return Rates(_copy_rate(numel, device, dtype), _matmul_rate(n, device, dtype))
-
-
-def _copy_rate(numel: int, device: torch.device, dtype: torch.dtype) -> float:
+def measure_rates(device: torch.device, dtype: torch.dtype, numel: int = 0, n: int = 0) -> Rates:
+    """Median rates of a copy of `numel` values and a product of `n` x `n` matrices in `dtype`; large ones if nothing is said."""
+    numel, n = (numel, n) if n else (1 << 30, 8192) if device.type == "cuda" else (1 << 26, 1024)
     source = torch.ones(numel, dtype=dtype, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-
-
-def _matmul_rate(n: int, device: torch.device, dtype: torch.dtype) -> float:
+    copy = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
     matrix = torch.randn(n, n, device=device).to(dtype)
-    return 2 * n**3 / _seconds(lambda: matrix @ matrix, device)
+    return Rates(copy, 2 * n**3 / _seconds(lambda: matrix @ matrix, device))
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
     """Median time of `work`, after one run that does not count."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     times = []
     for _ in range(repeats + 1):
-        _wait_for(device)
+        wait(device)
         start = time.perf_counter()
         work()
-        _wait_for(device)
+        wait(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True, slots=True)

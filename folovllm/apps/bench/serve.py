@@ -1,4 +1,4 @@
-"""Serve requests on a clock: what every benchmark does with an engine."""
+"""Serve requests and look on: what every benchmark does with an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import fmean
 from folovllm.apps.bench.workload import Workload
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.engine.metrics import EngineStats, StepLog, StepStats
+from folovllm.engine.metrics import EngineStats, StepLog
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 
@@ -41,9 +41,8 @@ def finish(engine: LLMEngine) -> None:
 
 def warm_up(engine: LLMEngine, workload: Workload) -> None:
     """Serve four requests of other tokens: what is made on first use is made before the clock runs."""
-    for index, request in enumerate(workload.requests[:4]):
-        other = [(token + 1) % engine.setup.vocab_size for token in request.prompt]
-        engine.add_request(f"warm-up {index}", other, exactly(4, workload.temperature), stream=False)
+    for index, request in enumerate(workload.for_vocabulary(engine.setup.vocab_size, 1).requests[:4]):
+        engine.add_request(f"warm-up {index}", request.prompt, exactly(4, workload.temperature), stream=False)
     finish(engine)
 
 
@@ -73,11 +72,6 @@ class Observed:
         return self.output_tokens / self.seconds
 
     @property
-    def tokens_per_cpu_second(self) -> float:
-        """Generated tokens a second of processor time, prefill included."""
-        return self.output_tokens / max(self.cpu_seconds, 1e-9)
-
-    @property
     def mean_running(self) -> float:
         """Sequences in flight, the mean over the looks."""
         return fmean(stats.running for stats in self.looks)
@@ -87,25 +81,11 @@ class Observed:
         """Share of the reserved bytes that hold no token, the mean over the looks."""
         return fmean(stats.kv_waste for stats in self.looks)
 
-    def count_request(self, output: RequestOutput) -> None:
-        """Add one request's tokens."""
-        self.output_tokens += output.metrics.num_generated_tokens
-        if output.metrics.num_generated_tokens:
-            self.prompt_tokens += output.metrics.num_prompt_tokens
-            self.reused += output.num_cached_tokens
-
-    def count_step(self, step: StepStats) -> None:
-        """Count a step and the sequences that ran in it. If it has decodes, `longest_gap` is at least its duration then."""
-        self.steps += 1
-        self.batch += step.running
-        if step.num_decode_tokens:
-            self.longest_gap = max(self.longest_gap, step.seconds)
-
 
 def run_workload(
     engine: LLMEngine, workload: Workload, limit: float | None = None, look_every: int = LOOK_EVERY
 ) -> Observed:
-    """Serve the requests as they arrive; after `limit` seconds, abort the rest and count what was generated.
+    """Serve the requests, all there at the start; after `limit` seconds, abort the rest and count what was generated.
 
     Raises:
         ValueError: a request does not fit into the engine's context.
@@ -115,31 +95,30 @@ def run_workload(
             f"the workload's longest request has {workload.longest} tokens, and the context is "
             f"{engine.setup.max_model_len}: choose another workload or model, or raise max_model_len"
         )
-    before, config = engine.stats(), engine.setup.config
-    seen = Observed(config.milestone, engine.setup.block_size, before.kv_bytes_total)
-    queue, log = list(reversed(list(enumerate(workload.requests)))), StepLog()
-    engine.subscribe(log)
+    before = engine.stats()
+    seen = Observed(engine.setup.config.milestone, engine.setup.block_size, before.kv_bytes_total)
+    engine.subscribe(log := StepLog())
     start, cpu_start = time.perf_counter(), time.process_time()
-    while queue or engine.has_unfinished_requests():
-        now = time.perf_counter() - start
-        if limit is not None and now > limit:
-            seen.partial = True
-            break
-        while queue and queue[-1][1].arrival <= now:
-            index, request = queue.pop()
-            params = exactly(request.output_len, workload.temperature, seed=index)
-            engine.add_request(str(index), request.prompt, params, stream=False)
-        if not engine.has_unfinished_requests():
-            time.sleep(min(0.01, queue[-1][1].arrival - now))
-            continue
+    for index, request in enumerate(workload.requests):
+        params = exactly(request.output_len, workload.temperature, seed=index)
+        engine.add_request(str(index), request.prompt, params, stream=False)
+    while engine.has_unfinished_requests() and not seen.partial:
         seen.outputs |= {output.request_id: output for output in engine.step()}
         for step in log.take():
             if seen.steps % look_every == 0 and (stats := engine.stats()).kv_bytes_reserved:
                 seen.looks.append(stats)
-            seen.count_step(step)
+            seen.steps += 1
+            seen.batch += step.running
+            seen.longest_gap = max(seen.longest_gap, step.seconds if step.num_decode_tokens else 0)
+        is_late = limit is not None and time.perf_counter() - start > limit
+        seen.partial = is_late and engine.has_unfinished_requests()
     seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     seen.preemptions = engine.stats().preemptions - before.preemptions
     engine.unsubscribe(log)
-    for index in range(len(workload.requests) - len(queue)):
-        seen.count_request(seen.outputs.get(str(index)) or engine.abort_request(str(index)))
+    for index in range(len(workload.requests)):
+        output = seen.outputs.get(str(index)) or engine.abort_request(str(index))
+        seen.output_tokens += output.metrics.num_generated_tokens
+        if output.metrics.num_generated_tokens:
+            seen.prompt_tokens += output.metrics.num_prompt_tokens
+            seen.reused += output.num_cached_tokens
     return seen

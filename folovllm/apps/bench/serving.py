@@ -16,7 +16,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -74,39 +74,21 @@ async def drive(requests: list[BenchRequest], point: Point, ask: Ask) -> None:
             group.create_task(ask(request))
 
 
-@dataclass(slots=True)
-class Load:
-    """What one point of a sweep showed."""
-
-    point: Point
-    replies: list[Reply] = field(default_factory=list)
-    begin: float = 0.0
-
-    @property
-    def answered(self) -> list[Reply]:
-        """Those whose whole answer came."""
-        return [reply for reply in self.replies if reply.is_over and reply.error is None and reply.times]
-
-    def metrics(self) -> dict[str, Metric]:
-        """Figures of those that were answered; rates are over the time from the first request to the last token."""
-        answered = self.answered
-        seconds = max((reply.times[-1] for reply in answered), default=self.begin) - self.begin
-        failed = sum(reply.is_over and reply.error is not None for reply in self.replies)
-        metrics = {"answered": Metric.of([len(answered)]), "failed": Metric.of([failed], "", False)}
-        if not answered or seconds <= 0:
-            return metrics
-        metrics["requests"] = Metric.of([len(answered) / seconds], "/s")
-        tokens = sum(reply.num_tokens for reply in answered)
-        metrics["output tokens"] = Metric.of([tokens / seconds], "tok/s")
-        metrics["tokens a piece"] = Metric.of([tokens / sum(len(reply.times) for reply in answered)], "", False)
-        metrics |= latencies("TTFT", [[reply.ttft for reply in answered]])
-        metrics |= latencies("TPOT", [[reply.tpot for reply in answered if reply.num_tokens > 1]])
-        return metrics | latencies("ITL", [[gap for reply in answered for gap in reply.gaps]])
-
-    @property
-    def first_error(self) -> str | None:
-        """The error of the first request that failed; None if none did."""
-        return next((reply.error for reply in self.replies if reply.error is not None), None)
+def figures(replies: list[Reply], begin: float) -> dict[str, Metric]:
+    """Figures of those that were answered; rates are over the time from the first request, at `begin`, to the last token."""
+    answered = [reply for reply in replies if reply.is_over and reply.error is None and reply.times]
+    seconds = max((reply.times[-1] for reply in answered), default=begin) - begin
+    failed = sum(reply.is_over and reply.error is not None for reply in replies)
+    metrics = {"answered": Metric.of([len(answered)]), "failed": Metric.of([failed], "", False)}
+    if not answered or seconds <= 0:
+        return metrics
+    tokens = sum(reply.num_tokens for reply in answered)
+    metrics["requests"] = Metric.of([len(answered) / seconds], "/s")
+    metrics["output tokens"] = Metric.of([tokens / seconds], "tok/s")
+    metrics["tokens a piece"] = Metric.of([tokens / sum(len(reply.times) for reply in answered)], "", False)
+    metrics |= latencies("TTFT", [[reply.ttft for reply in answered]])
+    metrics |= latencies("TPOT", [[reply.tpot for reply in answered if reply.num_tokens > 1]])
+    return metrics | latencies("ITL", [[gap for reply in answered for gap in reply.gaps]])
 
 
 def first_model(url: str, api_key: str | None) -> str:
@@ -120,20 +102,12 @@ def first_model(url: str, api_key: str | None) -> str:
         raise ValueError(f"no server answers at {address}: {error}") from error
 
 
-def shifted(workload: Workload, by: int, vocab_size: int) -> list[BenchRequest]:
-    """The same requests with other tokens: what they share among themselves they still share, and with no pass before."""
-    return [
-        replace(request, prompt=[(token + by) % vocab_size for token in request.prompt])
-        for request in workload.requests
-    ]
-
-
 def flags_of(fields: dict[str, Any]) -> list[str]:
     """Fields of an `EngineConfig` as flags of the command."""
     flags: list[str] = []
     for name, value in fields.items():
         flag = name.replace("_", "-")
-        if value is True or value is False:
+        if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             flags += [f"--{flag}", str(value)]
@@ -150,15 +124,10 @@ def serving(command: list[str], **options: Any) -> Iterator[str]:
     Raises:
         ValueError: it ended without an address; the message has the end of its log.
     """
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, **options
-        ) as process,
-    ):
-        assert process.stdout is not None
+    options |= {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log, **options) as process:
         try:
-            for line in process.stdout:
+            for line in process.stdout or ():
                 if address := re.search(r"serving .* at (http://\S+)/v1", line):
                     yield address[1]
                     return
@@ -173,62 +142,73 @@ def serving(command: list[str], **options: Any) -> Iterator[str]:
                 process.kill()
 
 
-def own_server(fields: dict[str, Any], engine_process: bool | None) -> AbstractContextManager[str]:
-    """The address of a server with these settings, until the end of the block. Raises ValueError where it does not start."""
-    flags = flags_of(fields | {"model": None, "engine_process": engine_process})
-    model = [fields["model"]] if fields.get("model") else []
-    command = python_command("folovllm", "serve", *model, "--port", "0", "--served-model-name", "model", *flags)
-    return serving(command, env=os.environ | {"PYTHONPATH": import_path()})
-
-
 @dataclass(slots=True)
-class Sweep:
-    """What is asked of each server: the requests, point by point."""
+class Target:
+    """A server to load: its name, what a result says of it, and how it is reached. `address` is open while it is loaded."""
 
-    workload: Workload
-    points: list[Point]
-    engine_process: bool | None = None
+    name: str
+    settings: dict[str, Any]
+    address: AbstractContextManager[str]
+    model: str = "model"
+    api_key: str | None = None
 
-    def run(self, contenders: list[Contender]) -> tuple[Result, bool]:
-        """Start a server of our own for each; returns what was found, and whether nobody stopped it before the end."""
-        targets = [(name, used_settings(EngineConfig(**fields)), fields) for name, fields in contenders]
-        return self._run((name, shown, own_server(fields, self.engine_process)) for name, shown, fields in targets)
 
-    def run_at(self, url: str, model: str | None, api_key: str | None) -> tuple[Result, bool]:
-        """The same for a server that is there. Raises ValueError where none answers."""
-        model = model or first_model(url, api_key)
-        return self._run([(model, {"url": url}, nullcontext(url))], model, api_key)
+def own_servers(contenders: list[Contender], engine_process: bool | None = None) -> list[Target]:
+    """A server of ours for each; it starts when its address is opened, which raises ValueError where it cannot."""
+    targets = []
+    for name, fields in contenders:
+        flags = flags_of(fields | {"model": None, "engine_process": engine_process})
+        model = [fields["model"]] if fields.get("model") else []
+        command = python_command("folovllm", "serve", *model, "--port", "0", "--served-model-name", "model", *flags)
+        address = serving(command, env=os.environ | {"PYTHONPATH": import_path()})
+        targets.append(Target(name, used_settings(EngineConfig(**fields)), address))
+    return targets
 
-    def _run(self, targets: Any, model: str = "model", api_key: str | None = None) -> tuple[Result, bool]:
-        """Warm each server up, then one load after the other. Raises ValueError if a server answers none of the first requests."""
-        result = Result("serve", self.workload.describe())
-        try:
-            for name, shown, address in targets:
-                with address as url:
-                    server = Server(url, model, api_key)
-                    first = self._load(server, Point(clients=1), 1, f"{name}, warm-up", WARM_UP)
-                    if not first.answered:
-                        raise ValueError(f"{name} answered nothing: {first.first_error}")
-                    for number, point in enumerate(self.points, 2):
-                        load = self._load(server, point, number, f"{name} at {point}")
-                        settings = shown | {"rate": point.rate, "clients": point.clients}
-                        result.runs.append(Run(f"{name} at {point}", settings, load.metrics()))
-        except KeyboardInterrupt:  # the loads before this one count
-            return result, False
-        return result, True
 
-    def _load(self, server: Server, point: Point, number: int, title: str, count: int | None = None) -> Load:
-        """Send the first `count` requests with tokens that no load of another number has."""
-        load, requests = Load(point), shifted(self.workload, number, VOCABULARY)[:count]
-        with tqdm(total=len(requests), desc=title, leave=False, dynamic_ncols=True) as bar:
+def server_at(url: str, model: str | None = None, api_key: str | None = None) -> list[Target]:
+    """A server that is there. Raises ValueError where none answers."""
+    model = model or first_model(url, api_key)
+    return [Target(model, {"url": url}, nullcontext(url), model, api_key)]
 
-            async def ask(request: BenchRequest) -> None:
-                await server.ask(request, self.workload.temperature, load.replies)
-                bar.update()
 
-            async def ask_all() -> None:
-                load.begin = asyncio.get_running_loop().time()
-                await drive(requests, point, ask)
+def sweep(targets: list[Target], workload: Workload, points: list[Point]) -> tuple[Result, bool]:
+    """Warm each server up, then one load after the other. Returns what was found, and whether nobody stopped it before the end.
 
-            asyncio.run(ask_all())
-        return load
+    Raises:
+        ValueError: a server answers none of the first requests.
+    """
+    result = Result("serve", workload.describe())
+    try:
+        for target in targets:
+            with target.address as url:
+                server = Server(url, target.model, target.api_key)
+                first, _ = load(server, workload, Point(clients=1), 1, f"{target.name}, warm-up", WARM_UP)
+                if all(reply.error for reply in first):
+                    raise ValueError(f"{target.name} answered nothing: {first[0].error}")
+                for number, point in enumerate(points, 2):
+                    title = f"{target.name} at {point}"
+                    found = figures(*load(server, workload, point, number, title))
+                    settings = target.settings | {"rate": point.rate, "clients": point.clients}
+                    result.runs.append(Run(title, settings, found))
+    except KeyboardInterrupt:  # the loads before this one count
+        return result, False
+    return result, True
+
+
+def load(
+    server: Server, workload: Workload, point: Point, number: int, title: str, count: int | None = None
+) -> tuple[list[Reply], float]:
+    """Send the first `count` requests with tokens that no load of another number has. Returns the replies, and when it began."""
+    replies, requests = list[Reply](), workload.for_vocabulary(VOCABULARY, number).requests[:count]
+    with tqdm(total=len(requests), desc=title, leave=False, dynamic_ncols=True) as bar:
+
+        async def ask(request: BenchRequest) -> None:
+            await server.ask(request, workload.temperature, replies)
+            bar.update()
+
+        async def ask_all() -> float:
+            begin = asyncio.get_running_loop().time()
+            await drive(requests, point, ask)
+            return begin
+
+        return replies, asyncio.run(ask_all())

@@ -1,4 +1,4 @@
-"""Workloads as data: what is asked, how long the answers are, and when the requests come."""
+"""Workloads as data: what is asked, and how long the answers are. Who asks says when: all at once, or by the load of `bench serve`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-WORKLOADS = ("default", "latency", "mixed", "nano-vllm")
-
 
 @dataclass(slots=True, frozen=True)
 class BenchRequest:
@@ -19,12 +17,11 @@ class BenchRequest:
 
     prompt: list[int]
     output_len: int
-    arrival: float = 0.0  # seconds after the start of the run
 
 
 @dataclass(slots=True, frozen=True)
 class Workload:
-    """Requests in order of arrival. Ends of text are ignored: every run generates the same number of tokens."""
+    """Requests in order. Ends of text are ignored: every run generates the same number of tokens."""
 
     name: str
     requests: list[BenchRequest]
@@ -45,46 +42,37 @@ class Workload:
         """The context that the longest request needs."""
         return max(len(request.prompt) + request.output_len for request in self.requests)
 
-    def for_vocabulary(self, size: int) -> Workload:
-        """Return the same for a model with `size` tokens: larger ids wrap around."""
-        requests = [replace(request, prompt=[token % size for token in request.prompt]) for request in self.requests]
-        return replace(self, requests=requests)
+    def for_vocabulary(self, size: int, shift: int = 0) -> Workload:
+        """Return the same for a model with `size` tokens: larger ids wrap around.
+
+        Prompts that are shifted share among themselves what they did, and nothing with those of another shift.
+        """
+        prompts = ([(token + shift) % size for token in request.prompt] for request in self.requests)
+        return replace(self, requests=list(map(BenchRequest, prompts, (each.output_len for each in self.requests))))
 
     def describe(self) -> dict[str, Any]:
         """Return what a result file says about the workload."""
-        return {
-            "name": self.name,
-            "requests": len(self.requests),
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "temperature": self.temperature,
-        }
+        figures = {name: getattr(self, name) for name in ("prompt_tokens", "output_tokens", "temperature")}
+        return {"name": self.name, "requests": len(self.requests)} | figures
 
 
-def load_workload(name: str, vocab_size: int, count: int | None = None) -> Workload:
+def load_workload(name: str, count: int | None = None) -> Workload:
     """Load a built-in workload or a file of JSON lines; `count` keeps only its first requests.
 
-    A line holds `prompt_token_ids` or `prompt_len`, and `output_len`; `arrival` in seconds may follow. Ids beyond the
-    vocabulary wrap around, so that one workload fits every model.
+    A line holds `prompt_token_ids` or `prompt_len`, and `output_len`.
 
     Raises:
         ValueError: no such workload, or a line that is none; the sentence names the line.
     """
-    if name == "default":
-        workload = Workload(name, _uniform(random.Random(0), 64 if count is None else count))
-    elif name == "latency":
-        workload = Workload(name, [BenchRequest(_ids(random.Random(0), 128), 256)])
-    elif name == "mixed":
-        workload = Workload(name, _mixed(random.Random(0), 24 if count is None else count))
-    elif name == "nano-vllm":
-        workload = Workload(name, _nano_vllm(), temperature=0.6)
+    if name in WORKLOADS:
+        requests, temperature = WORKLOADS[name](random.Random(0), count), 0.6 if name == "nano-vllm" else 0.0
     elif os.path.isfile(name):
-        workload = Workload(Path(name).name, _from_file(Path(name)))
+        requests, temperature = _from_file(Path(name)), 0.0
     else:
         raise ValueError(
             f"unknown workload {name!r}: choose one of {', '.join(WORKLOADS)}, or name a file of JSON lines"
         )
-    return replace(workload, requests=workload.requests[:count]).for_vocabulary(vocab_size)
+    return Workload(Path(name).name, requests[:count], temperature)
 
 
 def mixed_workload(count: int, seed: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Workload:
@@ -97,30 +85,38 @@ def mixed_workload(count: int, seed: int, prompts: tuple[int, int], answers: tup
     return Workload("mixed", [BenchRequest(_ids(ids, length(prompts)), length(answers)) for _ in range(count)])
 
 
-def _uniform(rng: random.Random, count: int) -> list[BenchRequest]:
-    """Prompts of 32 to 256 tokens, answers of 32 to 128."""
-    return [BenchRequest(_ids(rng, rng.randint(32, 256)), rng.randint(32, 128)) for _ in range(count)]
+def _uniform(rng: random.Random, count: int | None) -> list[BenchRequest]:
+    """64 prompts of 32 to 256 tokens, with answers of 32 to 128."""
+    sizes = range(64 if count is None else count)
+    return [BenchRequest(_ids(rng, rng.randint(32, 256)), rng.randint(32, 128)) for _ in sizes]
 
 
-def _mixed(rng: random.Random, count: int) -> list[BenchRequest]:
-    """A little of all that M2 to M5 are for.
+def _latency(rng: random.Random, count: int | None) -> list[BenchRequest]:
+    """One request: 128 tokens in, and 256 out."""
+    return [BenchRequest(_ids(rng, 128), 256)]
+
+
+def _mixed(rng: random.Random, count: int | None) -> list[BenchRequest]:
+    """A little of all that M2 to M5 are for: 24 requests.
 
     Prompts of 264 to 288 tokens that share the first 256, answers of 48 to 112 tokens. The ninth request, and each
     twelfth after it, has a prompt of 1,000 tokens of its own, which comes while others are being answered.
     """
     shared = _ids(rng, 256)
     requests = []
-    for index in range(count):
+    for index in range(24 if count is None else count):
         prompt = _ids(rng, 1000) if index % 12 == 8 else shared + _ids(rng, rng.randint(8, 32))
         requests.append(BenchRequest(prompt, rng.randint(48, 112)))
     return requests
 
 
-def _nano_vllm() -> list[BenchRequest]:
+def _nano_vllm(rng: random.Random, count: int | None) -> list[BenchRequest]:
     """nano-vllm's own benchmark: 256 requests; all prompts are drawn before the first length of an answer."""
-    rng = random.Random(0)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     return [BenchRequest(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+WORKLOADS = {"default": _uniform, "latency": _latency, "mixed": _mixed, "nano-vllm": _nano_vllm}
 
 
 def _from_file(path: Path) -> list[BenchRequest]:
@@ -130,17 +126,20 @@ def _from_file(path: Path) -> list[BenchRequest]:
             continue
         try:
             record = json.loads(line)
-            prompt = record.get("prompt_token_ids") or _ids(rng, int(record["prompt_len"]))
-            requests.append(BenchRequest(prompt, int(record["output_len"]), float(record.get("arrival", 0))))
+            prompt, answer = (
+                record.get("prompt_token_ids") or _ids(rng, int(record["prompt_len"])),
+                int(record["output_len"]),
+            )
+            if not prompt or answer < 1:
+                raise ValueError("a prompt and an answer have at least one token")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}, line {number} is no request: it needs prompt_len (or prompt_token_ids) and output_len"
+                f"{path}, line {number} is no request: it needs prompt_len (or prompt_token_ids) and output_len, at least 1"
             ) from error
-        if not prompt or requests[-1].output_len < 1:
-            raise ValueError(f"{path}, line {number}: prompt and answer need at least one token each")
+        requests.append(BenchRequest(prompt, answer))
     if not requests:
         raise ValueError(f"{path} holds no request")
-    return sorted(requests, key=lambda request: request.arrival)
+    return requests
 
 
 def _ids(rng: random.Random, count: int) -> list[int]:

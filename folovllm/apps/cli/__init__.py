@@ -54,23 +54,21 @@ def main(arguments: list[str] | None = None) -> None:
             build_app()([word for word in arguments if word != "--mine"], prog_name="folovllm")
         finally:
             flush_output()
+        return
     except ValueError as error:
         if os.environ.get("FOLOVLLM_MINE"):  # your own code may have raised it
             traceback.print_exc()
-        _fail(f"error: {error}")
+        message = str(error)
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        _fail(f"error: cannot write the output: {error.strerror}")
+        message = f"cannot write the output: {error.strerror}"
     except RuntimeError as error:  # NotImplementedError is one, and what a rank ended with is another
         blank = re.match(r"(?:rank \d+ failed with )?(?:NotImplementedError: )?([mx]\d+\.\d+: .*)", str(error))
         if not (os.environ.get("FOLOVLLM_MINE") and blank):
             raise
-        _fail(f"error: not written yet: {blank[1]}. `python -m milestones` says what is next")
-
-
-def _fail(message: str) -> None:
-    stderr().print(Text(message, style="bold red"), soft_wrap=True)
+        message = f"not written yet: {blank[1]}. `python -m milestones` says what is next"
+    stderr().print(Text(f"error: {message}", style="bold red"), soft_wrap=True)
     sys.exit(USER_ERROR)
 
 
@@ -153,9 +151,9 @@ def generate(
     texts = read_prompts(prompts, file)
     params = SamplingParams(**pick(given, SamplingParams))
     llm = load_llm(given)
-    asked = [llm.render_chat([{"role": "user", "content": text}]) for text in texts] if chats(llm, raw) else texts
-    untold = deque(texts)
-    between = "\n" * chats(llm, raw)
+    chats = llm.has_chat_template and not raw
+    asked = [llm.render_chat([{"role": "user", "content": text}]) for text in texts] if chats else texts
+    untold, between = deque(texts), "\n" * chats
     tell = partial(print_next, llm, untold, as_json, between)
     try:
         with listening(llm, record, trace, show_steps):
@@ -188,11 +186,6 @@ def listening(llm: LLM, record: Path | None, trace: Path | None, show_steps: boo
 
             files.enter_context(tracing(llm.engine, trace))
         yield
-
-
-def chats(llm: LLM, raw: bool) -> bool:
-    """Whether prompts go through the model's chat template."""
-    return not raw and llm.has_chat_template
 
 
 def chat(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from folovllm.engine.ctrl_c import ctrl_c
+from folovllm.apps.cli.terminal import stream
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -71,27 +70,17 @@ class Chat:
 
     def answer(self, question: str) -> str:
         """Stream the answer to stdout and add both to the history; the text before a Ctrl-C counts."""
-        messages = [*self.messages, {"role": "user", "content": question}]
-        text = ""
+        messages, text = [*self.messages, {"role": "user", "content": question}], ""
+        self._num_requests += 1
         try:
-            for delta in self._stream(messages):
-                print(delta, end="", flush=True)
-                text += delta
+            for output in stream(
+                self._llm, f"chat-{self._num_requests}", self._llm.render_chat(messages), self._params
+            ):
+                print(output.outputs[0].delta_text, end="", flush=True)
+                text += output.outputs[0].delta_text
         except ValueError:
             print(end="\n" if text else "")  # what follows is a line of its own
             raise
         print()
         self.messages = [*messages, {"role": "assistant", "content": text}]
         return text
-
-    def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Yield the new text of each step. Ctrl-C ends the answer between two steps."""
-        engine = self._llm.engine
-        self._num_requests += 1
-        request_id = f"chat-{self._num_requests}"
-        engine.add_request(request_id, self._llm.render_chat(messages), self._params)
-        with ctrl_c() as interrupted:
-            while engine.has_unfinished_requests():
-                outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
-                for output in outputs:
-                    yield output.outputs[0].delta_text

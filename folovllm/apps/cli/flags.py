@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,14 +63,13 @@ def parts_of(kind: type) -> list[type]:
 
 def described_fields(kind: type) -> list[tuple[Field[Any], str]]:
     """Each field that can be a flag, with its sentence in the "Attributes" section of the docstring."""
-    return [described for part in parts_of(kind) for described in _described_fields(part)]
-
-
-def _described_fields(kind: type) -> list[tuple[Field[Any], str]]:
-    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
-    sentences = {name: " ".join(text.split()) for name, text in entries}
-    return [(field, sentences.get(field.name, "")) for field in fields(kind) if field.metadata.get("flag", True)]
+    found = []
+    for part in parts_of(kind):
+        section = (inspect.getdoc(part) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
+        sentences = {name: " ".join(text.split()) for name, text in entries}
+        found += [(field, sentences.get(field.name, "")) for field in fields(part) if field.metadata.get("flag", True)]
+    return found
 
 
 def flag_name(field: Field[Any]) -> str:
@@ -83,23 +82,18 @@ def default_of(field: Field[Any]) -> Any:
     return None if field.default is MISSING else field.default
 
 
-def _parameters(kind: type) -> list[inspect.Parameter]:
+def _parameters(kind: type) -> Iterator[inspect.Parameter]:
     hints = {name: hint for part in parts_of(kind) for name, hint in typing.get_type_hints(part).items()}
-    return [
-        _parameter(field, field.metadata.get("flag_type", hints[field.name]), text, kind.__name__)
-        for field, text in described_fields(kind)
-    ]
-
-
-def _parameter(field: Field[Any], hint: Any, text: str, panel: str) -> inspect.Parameter:
-    default = default_of(field)
-    shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
-    name = flag_name(field)
-    can_be_off = default is True or (default is None and bool in typing.get_args(hint))  # None: the preset decides
-    names = f"{name}/--no-{name[2:]}" if can_be_off else name
-    option = typer.Option(names, help=text + shown, rich_help_panel=panel, show_default=False)
-    annotation = Annotated[hint | None, option]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    for field, text in described_fields(kind):
+        default = default_of(field)
+        hint: Any = field.metadata.get("flag_type", hints[field.name])
+        shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
+        can_be_off = default is True or (default is None and bool in typing.get_args(hint))  # None: the preset decides
+        name = flag_name(field)
+        names = f"{name}/--no-{name[2:]}" if can_be_off else name
+        option = typer.Option(names, help=text + shown, rich_help_panel=kind.__name__, show_default=False)
+        annotation = Annotated[hint | None, option]
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def writable(context: typer.Context, file: Path | None) -> Path | None:

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -39,25 +40,33 @@ def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output
     print(as_json_line(output), flush=True) if as_json else show(output, llm, between)
 
 
+def stream(llm: LLM, request_id: str, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+    """Ask, and return the outputs of each step. Ctrl-C ends the answer between two steps, by "abort"."""
+    from folovllm.engine.ctrl_c import ctrl_c
+
+    engine = llm.engine
+    engine.add_request(request_id, prompt, params)
+
+    def outputs() -> Iterator[RequestOutput]:
+        with ctrl_c() as pressed:
+            while engine.has_unfinished_requests():
+                yield from [engine.abort_request(request_id)] if pressed.is_set() else engine.step()
+
+    return outputs()
+
+
 def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str) -> None:
     """What `llm.generate` does with one prompt, for a terminal: `opening`, then the answer as it grows, on stdout.
 
     After Ctrl-C the text so far stays.
     """
-    from folovllm.engine.ctrl_c import ctrl_c
-
-    llm.engine.add_request("0", prompt, params)
+    outputs = stream(llm, "0", prompt, params)
     Console(highlight=False).print(Text(opening, style="bold"), soft_wrap=True, end="")
-    with ctrl_c() as pressed:
-        while (goes_on := llm.engine.has_unfinished_requests()) and not pressed.is_set():
-            for output in llm.engine.step():
-                print(output.outputs[0].delta_text, end="", flush=True)
-    if goes_on:
-        output = llm.engine.abort_request("0")
-        print(output.outputs[0].delta_text, end="")
+    for output in outputs:
+        print(output.outputs[0].delta_text, end="", flush=True)
     print()
     show_times(output, llm)
-    if goes_on:
+    if output.outputs[0].finish_reason == "abort":
         raise KeyboardInterrupt
 
 

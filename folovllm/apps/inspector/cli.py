@@ -33,35 +33,26 @@ def inspect(
 
     With flags of the engine the page shows that engine at once; with --mine your own code runs there.
     """
-    recordings = list(files or ())
-    if html is not None and not recordings:
-        raise ValueError(
-            "--html writes recordings into one page: name them, as in folovllm inspect run.jsonl --html run.html"
-        )
-    if recordings:
-        from folovllm.apps.inspector.page import one_file, require_recordings
+    from folovllm.apps.inspector.page import one_file, require_recordings
 
-        require_recordings(recordings)
-        if html is not None:
-            if html.resolve() in [file.resolve() for file in recordings]:
-                raise ValueError(f"--html {html} is one of the recordings, which it would replace: name another file")
-            one_file(recordings, html)
-            return print(html)
-    chosen = engine_flags(given)
+    recordings, chosen = list(files or ()), engine_flags(given)
+    require_recordings(recordings)
+    if html is not None and not recordings:
+        raise ValueError("--html writes recordings into one page: folovllm inspect run.jsonl --html run.html")
+    if html is not None and html.resolve() in [file.resolve() for file in recordings]:
+        raise ValueError(f"--html {html} is one of the recordings, which it would replace: name another file")
     if recordings and chosen.keys() - {"milestone"}:
         raise ValueError("a recording has its engine's configuration: leave the engine's flags away")
-    _serve(recordings, chosen, host, port, browser)
-
-
-def _serve(*arguments: Any) -> None:
-    """Run the page's server. Raises ValueError where the packages that it needs are missing."""
+    if html is not None:
+        one_file(recordings, html)
+        return print(html)
     try:
         from folovllm.apps.inspector.serve import run
     except ModuleNotFoundError as error:
         raise ValueError(
             f'{error.name} is not installed: pip install "folovllm[serve]", or write one file with --html run.html'
         ) from error
-    run(*arguments)
+    run(recordings, chosen, host, port, browser)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from folovllm.engine import events as ev
 from folovllm.engine.spelling import BYTE, byte_alphabet
-from folovllm.step.schedule import SchedulerOutput, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT, VERSION = "folovllm recording", 2
 Text = str | list[int]
-SnapshotSlot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]  # -1: none; a step's arrays are of int32
 
 
 class Scheduled(ev.Tagged, frozen=True, tag=False):
@@ -31,8 +28,8 @@ class Scheduled(ev.Tagged, frozen=True, tag=False):
     num_samples: int
     first_new_block: int
     new_blocks: list[int]
-    load_state: SnapshotSlot = -1
-    save_state: SnapshotSlot = -1
+    load_state: int = -1  # the snapshot that the step loads; -1: none
+    save_state: int = -1
 
 
 class StepBegan(ev.Tagged, frozen=True):
@@ -104,72 +101,6 @@ Line = Texts | Turn | Done
 encode_lines = msgspec.json.Encoder(
     enc_hook=lambda numbers: numbers.tolist()
 ).encode_lines  # numpy's, which a learner may hand in
-
-
-class LineWriter:
-    """Turns one engine's events into lines, one batch of them (a turn) after the other. It may run in a thread of its own."""
-
-    def __init__(self, header: dict[str, Any], texts: TokenTexts) -> None:
-        """`header` is the first line."""
-        self.num_turns = 0
-        self._header, self._texts = header, texts
-        self._known: set[int] = set()  # token ids whose texts are written
-        self._drafts: dict[int, TokenIds] = {}  # by seq_id: the newest step's, which are known when they are verified
-
-    def turn(self, events: SequenceOf[ev.Event], time: float) -> bytes:
-        """The lines of one batch. A `Snapshot` gives a header before it, and all texts anew: a reader may join there."""
-        lines: list[Any] = []
-        if isinstance(events[0], ev.Snapshot):
-            self._known.clear()
-            lines.append(self._header)
-        entries = [entry for event in events for entry in (*scores_of(event), self._entry(event))]
-        if new := {token for entry in entries for token in tokens_of_entry(entry)} - self._known:
-            self._known |= new
-            lines.append(Texts(self._texts.of(new)))
-        lines.append(Turn(self.num_turns, time, entries))
-        self.num_turns += 1
-        return encode_lines(lines)
-
-    def done(self, how: str, time: float) -> bytes:
-        """The last line."""
-        return encode_lines([Done(self.num_turns, time, how)])
-
-    def _entry(self, event: ev.Event) -> Any:
-        """The event as it is written."""
-        match event:
-            case ev.StepBegan(step, start, scheduled, output, budget_left):
-                copies = copies_of(output)
-                seqs = [
-                    Scheduled(s.seq_id, s.row, s.start, s.end, s.num_samples, s.first_new_block, list(s.new_blocks), *copies.get(i, ()))
-                    for i, s in enumerate(output.scheduled_seqs)
-                ]  # fmt: skip
-                verified = [s for s in output.scheduled_seqs if s.num_samples > 1]
-                self._drafts |= {s.seq_id: s.token_ids[1 - s.num_samples :] for s in verified}
-                return StepBegan(step, start, scheduled, seqs, budget_left)
-            case ev.StepEnded(step, start, arrived, end, _, _, waiting, used):
-                return StepEnded(step, start, arrived, end, event.sampled, waiting, used)
-            case ev.DraftsVerified(seq_id, num_draft_tokens, num_accepted):
-                drafts = self._drafts.pop(seq_id, np.empty(0, np.int32))
-                return DraftsVerified(seq_id, num_draft_tokens, num_accepted, drafts[num_accepted:].tolist())
-        return event
-
-
-def scores_of(event: ev.Event) -> Iterator[Scored]:
-    """What a step's end says of every token, of the sequences whose rows hold the whole vocabulary."""
-    if not isinstance(event, ev.StepEnded):
-        return
-    for i, rows in event.result.logprobs.items():
-        ids = [id_ for id_, _, _ in rows[-1]] if rows else []
-        if len(ids) > 1 + max(ids, default=0):  # the sampled token, and then all
-            values = np.empty(len(ids) - 1, np.float16)
-            values[ids] = [value for _, value, _ in rows[-1]]
-            yield Scored(event.output.scheduled_seqs[i].seq_id, values.tobytes())
-
-
-def copies_of(output: SchedulerOutput) -> dict[int, tuple[int, int]]:
-    """The snapshots that a step loads and saves, by index of the scheduled sequence."""
-    copies = (output.extras or {}).get("states")
-    return {} if copies is None else {i: (load, save) for i, load, save in copies.tolist()}
 
 
 def tokens_of_entry(entry: Entry) -> Iterable[int]:

@@ -28,19 +28,21 @@ class Subscriber:
         if self.is_lost or self.joins != is_beginning(piece):
             return
         self.joins = False
-        if self.unread and len(self.unread) + len(piece) > MOST_UNREAD:  # a beginning alone is as long as it must be
+        self.unread += piece
+        if len(piece) < len(self.unread) > MOST_UNREAD:  # a beginning alone is as long as it must be
             self.unread.clear()
             self.is_lost = True
-        else:
-            self.unread += piece
         self.changed.set()
 
     def read(self) -> bytes:
         """What came since the last time."""
         self.changed.clear()
-        data = bytes(self.unread)
-        self.unread.clear()
+        data, self.unread = bytes(self.unread), bytearray()
         return data
+
+    def begin_anew(self) -> None:
+        """Wait for a beginning."""
+        self.joins, self.is_lost = True, False
 
 
 class Subscribers:
@@ -60,7 +62,7 @@ class Subscribers:
     def begin_anew(self) -> None:
         """There is another engine: every stream begins anew."""
         for subscriber in self._all:
-            subscriber.joins, subscriber.is_lost = True, False
+            subscriber.begin_anew()
         if self._all:
             self._watch(True)
 
@@ -87,15 +89,13 @@ class Subscribers:
         """Yield what waits for a subscriber as server-sent events, until `close`. The caller calls `remove`."""
         while not subscriber.is_over or subscriber.unread:
             try:
-                async with asyncio.timeout(KEEP_ALIVE):
-                    await subscriber.changed.wait()
+                await asyncio.wait_for(subscriber.changed.wait(), KEEP_ALIVE)
             except TimeoutError:
                 yield b": still there\n\n"
-                continue
             if data := subscriber.read():
                 yield as_event(data)
             if subscriber.is_lost:
-                subscriber.joins, subscriber.is_lost = True, False
+                subscriber.begin_anew()
                 self._watch(True)
 
 

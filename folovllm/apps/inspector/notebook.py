@@ -76,11 +76,10 @@ def show(*recordings: RecordedRun | LLM | LLMEngine | str | Path, height: int = 
 
 def _text(recording: RecordedRun | LLM | LLMEngine | str | Path) -> tuple[str, str]:
     """Its name and its lines."""
-    if not isinstance(recording, RecordedRun | str | Path):
+    if isinstance(recording, str | Path):
+        path = Path(recording)
+        return read(path).name, path.read_text(encoding="utf-8-sig")
+    if not isinstance(recording, RecordedRun):
         with film(recording, "now") as recording:
             pass
-    if isinstance(recording, RecordedRun):
-        return recording.title or "this run", recording.text
-    path = Path(recording)
-    read(path)
-    return path.name, path.read_text(encoding="utf-8-sig")
+    return recording.title or "this run", recording.text

@@ -16,10 +16,11 @@ from folovllm.plugins import named
 PERIOD = 1 / 15  # seconds between two messages
 
 
-class LiveLines:
-    """Beside the engine: the lines of what it does while it has subscribers, in pieces.
+class PacedEngine:
+    """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own.
 
-    A piece that begins with a header is a beginning, where subscribers join; the others continue what came before.
+    While somebody watches it makes lines of what it does, in pieces. A piece that begins with a header is a beginning, where
+    subscribers join; the others continue what came before.
     """
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,16 +30,23 @@ class LiveLines:
         self._pieces: list[bytearray] = []
         self._lock = threading.Lock()
         self._taken_at = clock()
+        self._delay, self._is_held = 0.0, False
+        self._steps_left = 0  # while it is held
 
-    def begin(self) -> None:
-        """Begin, or begin anew: a subscriber joins."""
-        if self._recorder is None:
-            self._texts = TokenTexts(self._engine.tokenizer) if self._texts is None else self._texts
-            self._recorder = Recorder(self._engine, self._add, title="live", texts=self._texts)
-        else:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def watch(self, is_on: bool) -> None:
+        """Begin a recording, or begin it anew, as a subscriber joins; or end it."""
+        if not is_on:
+            self.end_recording("closed")
+        elif self._recorder is not None:
             self._recorder.begin_again()
+        else:
+            self._texts = self._texts or TokenTexts(self._engine.tokenizer)
+            self._recorder = Recorder(self._engine, self._add, title="live", texts=self._texts)
 
-    def end(self, how: str) -> list[bytes]:
+    def end_recording(self, how: str) -> list[bytes]:
         """End, since the last subscriber left or the engine ends. Returns the pieces that are left."""
         if self._recorder is None:
             return []
@@ -71,33 +79,10 @@ class LiveLines:
             else:
                 self._pieces.append(bytearray(data))
 
-
-class PacedEngine:
-    """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own.
-
-    Attributes:
-        live: what they see of it.
-    """
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine, self.live = engine, LiveLines(engine)
-        self._delay, self._is_held = 0.0, False
-        self._steps_left = 0  # while it is held
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
     def set_pace(self, delay: float = 0.0, is_held: bool = False, steps: int = 0) -> None:
         """Wait `delay` seconds between steps from here on; held, take `steps` more steps alone."""
         self._steps_left = self._steps_left + steps if is_held else 0
         self._delay, self._is_held = delay, is_held
-
-    def watch(self, is_on: bool) -> None:
-        """Begin a recording, or begin it anew; or end it."""
-        if is_on:
-            self.live.begin()
-        else:
-            self.live.end("closed")
 
     def call_function(self, function: str, query: dict[str, list[str]]) -> Any:
         """Return what an elective's function ("module:name") returns for the engine itself and a query."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from folovllm.apps.inspector.live import Subscribers
-from folovllm.apps.inspector.scenes import VOCABULARY, Sampling, Scene, params_of
+from folovllm.apps.inspector.scenes import VOCABULARY, Sampling, Scene, params_of, scenes
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.electives.server.errors import Unavailable
 from folovllm.sampling_params import SamplingParams
@@ -41,12 +41,14 @@ class Control:
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError unless the value is allowed."""
-        if self.choices and value not in self.choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, self.choices))}, not {value!r}")
-        if self.kind == "switch" and not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, not {value!r}")
-        if self.kind == "number" and not (type(value) is int and self.min <= value <= self.max):
-            raise ValueError(f"{name} must be a whole number from {self.min} to {self.max}, not {value!r}")
+        is_number = type(value) is int and self.min <= value <= self.max
+        allowed = {
+            "choice": (value in self.choices, f"one of {', '.join(map(str, self.choices))}"),
+            "switch": (isinstance(value, bool), "true or false"),
+            "number": (is_number, f"a whole number from {self.min} to {self.max}"),
+        }
+        if not allowed[self.kind][0]:
+            raise ValueError(f"{name} must be {allowed[self.kind][1]}, not {value!r}")
 
     def described(self, name: str, value: Any) -> dict[str, Any]:
         """What the page gets to know of it."""
@@ -113,12 +115,20 @@ def _speculation(settings: Settings, model: str | None) -> dict[str, Any]:
     """Draft tokens at every step: by the embedded draft model or head, or by n-grams for a model that these were not made for."""
     if not settings["draft_tokens"]:
         return {}
-    method = {"method": "draft_model", "model": "stories-draft"}
-    if model or (settings["draft_head"] and settings["experts"]):
+    has_head, has_states = settings["draft_head"], settings["states"]
+    if model or (has_head and settings["experts"]):
         method = {"method": "ngram"}
-    elif settings["draft_head"]:
-        method = {"method": "mtp"} if settings["states"] else {"method": "eagle3", "model": "stories-eagle3"}
+    elif has_head:
+        method = {"method": "mtp"} if has_states else {"method": "eagle3", "model": "stories-eagle3"}
+    else:
+        method = {"method": "draft_model", "model": "stories-draft"}
     return {"speculative_config": method | {"num_speculative_tokens": settings["draft_tokens"], "adaptive": False}}
+
+
+def _require_range(name: str, value: float, least: float, most: float) -> float:
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, not {value}")
+    return value
 
 
 class Playground:
@@ -126,8 +136,7 @@ class Playground:
 
     def __init__(self, overrides: dict[str, Any]) -> None:
         """`overrides` are fields of `EngineConfig`; those that the page has controls for are where these begin."""
-        chosen = {name: value for name, value in overrides.items() if name in CONTROLS}
-        self.settings = changed(DEFAULTS, chosen)
+        self.settings = changed(DEFAULTS, {name: overrides[name] for name in CONTROLS.keys() & overrides})
         others = {name: value for name, value in overrides.items() if name not in CONTROLS}
         self._overrides = {"num_threads": 1, "use_tqdm": False} | others
         self.delay, self.is_held = 0.1, False
@@ -155,18 +164,11 @@ class Playground:
 
     def described(self) -> dict[str, Any]:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
-        model = self._overrides.get("model")
-        hidden = () if model is None else ("experts", "states")  # those choose an embedded model
-        return {
-            "fields": [
-                control.described(name, self.settings[name]) for name, control in CONTROLS.items() if name not in hidden
-            ],
-            "mine": int(self.runs_mine),
-            "loading": self.loading,
-            "error": self.error,
-            "delay": self.delay,
-            "paused": int(self.is_held),
-        }
+        hidden = ("experts", "states") if "model" in self._overrides else ()  # those choose an embedded model
+        shown = [(name, control) for name, control in CONTROLS.items() if name not in hidden]
+        fields = [control.described(name, self.settings[name]) for name, control in shown]
+        told = {"mine": int(self.runs_mine), "loading": self.loading, "error": self.error}
+        return {"fields": fields, "delay": self.delay, "paused": int(self.is_held)} | told
 
     async def build(self, changes: dict[str, Any]) -> None:
         """Put an engine with these settings in the place of the one that is there. The first time this imports torch.
@@ -200,13 +202,16 @@ class Playground:
             self.loading = None
         return engine
 
-    async def play(self, scene: Scene, sampling: Sampling | None = None) -> None:
+    async def play(self, scene: str, sampling: Sampling | None = None) -> None:
         """Build the engine of a scene, the last of several, and let its requests come one after the other, as in its recording.
 
-        `sampling`: the reader's choice, for a scene that has one.
+        `sampling`: the reader's choice, for a scene that has one. Raises ValueError for a scene that does not exist.
         """
-        await self.build(DEFAULTS | scene.engines[-1])
-        self._arriving = asyncio.create_task(self._arrive(scene, params_of(sampling or scene.sampling)))
+        if scene not in scenes():
+            raise ValueError(f"there is no scene {scene!r}: known are {', '.join(scenes())}")
+        found = scenes()[scene]
+        await self.build(DEFAULTS | found.engines[-1])
+        self._arriving = asyncio.create_task(self._arrive(found, params_of(sampling or found.sampling)))
 
     async def _arrive(self, scene: Scene, sampling: dict[str, Any]) -> None:
         """Ask what the scene asks: a request that comes n turns later comes n delays later."""
@@ -223,20 +228,14 @@ class Playground:
             self._arriving = None
 
     async def ask(
-        self,
-        prompts: list[str],
-        max_tokens: int = 64,
-        temperature: float = 0.7,
-        seed: int | None = None,
+        self, prompts: list[str], max_tokens: int = 64, temperature: float = 0.7, seed: int | None = None,
         sampling: Sampling | None = None,
-    ) -> list[str]:
+    ) -> dict[str, list[str]]:  # fmt: skip
         """Queue prompts, and return their requests' ids. Raises ValueError for what can never be served: then none is."""
-        if not prompts or len(prompts) > MOST_PROMPTS:
-            raise ValueError(f"send from 1 to {MOST_PROMPTS} prompts, not {len(prompts)}")
-        if not 1 <= max_tokens <= MOST_TOKENS:
-            raise ValueError(f"max_tokens must be from 1 to {MOST_TOKENS}, not {max_tokens}")
+        _require_range("the number of prompts", len(prompts), 1, MOST_PROMPTS)
+        _require_range("max_tokens", max_tokens, 1, MOST_TOKENS)
         chosen = {"temperature": temperature, "seed": seed} if sampling is None else params_of(sampling)
-        return await self._submit(prompts, SamplingParams(max_tokens=max_tokens, **chosen))
+        return {"requests": await self._submit(prompts, SamplingParams(max_tokens=max_tokens, **chosen))}
 
     async def _submit(self, prompts: list[str], params: SamplingParams) -> list[str]:
         engine = self._running()
@@ -245,7 +244,7 @@ class Playground:
         self._streams = [stream for stream in self._streams if not stream.is_finished] + streams
         return [str(stream.number) for stream in streams]  # by which the engine knows them
 
-    def abort(self, request: str | None) -> None:
+    async def abort(self, request: str | None = None) -> None:
         """End a request, or all; what is over already stays as it is."""
         engine = self._running()
         if request is None:
@@ -254,13 +253,10 @@ class Playground:
             if request in (None, str(stream.number)):
                 engine.abort(stream.request_id)
 
-    def change_pace(self, delay: float | None = None, paused: bool | None = None, step: int = 0) -> None:
+    async def change_pace(self, delay: float | None = None, paused: bool | None = None, step: int = 0) -> None:
         """Slow the engine down, hold it, or let it take some steps while it is held. Raises ValueError for what cannot be."""
-        if delay is not None and not 0 <= delay <= MOST_DELAY:
-            raise ValueError(f"delay must be from 0 to {MOST_DELAY:.0f} seconds, not {delay!r}")
-        if not 0 <= step <= MOST_STEPS:
-            raise ValueError(f"step must be from 0 to {MOST_STEPS}, not {step!r}")
-        self.delay = self.delay if delay is None else delay
+        self.delay = _require_range("delay", self.delay if delay is None else delay, 0, MOST_DELAY)
+        _require_range("step", step, 0, MOST_STEPS)
         self.is_held = self.is_held if paused is None else paused
         if self._engine is not None and self._engine.is_open:
             self._engine.call("set_pace", self.delay, self.is_held, step)

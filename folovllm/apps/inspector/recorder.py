@@ -13,15 +13,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from folovllm.apps.inspector.lines import FORMAT, VERSION, LineWriter, TokenTexts
-from folovllm.engine.events import Event
+import numpy as np
+
+from folovllm.apps.inspector.lines import (
+    FORMAT,
+    VERSION,
+    Done,
+    DraftsVerified,
+    Scheduled,
+    Scored,
+    StepBegan,
+    StepEnded,
+    Texts,
+    TokenTexts,
+    Turn,
+    encode_lines,
+    tokens_of_entry,
+)  # fmt: skip
+from folovllm.engine import events as ev
 from folovllm.models.model_config import num_linear_of
+from folovllm.step.schedule import TokenIds
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
 
 MOST_WAITING = 1024  # batches that the thread may be behind; then the engine waits for it
-Batch = tuple[SequenceOf[Event], float]
+Batch = tuple[SequenceOf[ev.Event], float]
 
 
 class Recorder:
@@ -45,14 +62,16 @@ class Recorder:
         self._queue: queue.Queue[Batch | None] = queue.Queue(MOST_WAITING)
         self._error: Exception | None = None
         started = None if is_virtual else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        header = header_of(engine, title, started) | ({} if scene is None else {"scene": scene})
-        texts = TokenTexts(engine.tokenizer) if texts is None else texts
-        self._lines = LineWriter(header, texts)
+        self._header = header_of(engine, title, started) | ({} if scene is None else {"scene": scene})
+        self._texts = TokenTexts(engine.tokenizer) if texts is None else texts
+        self._known: set[int] = set()  # token ids whose texts are written
+        self._drafts: dict[int, TokenIds] = {}  # by seq_id: the newest step's, which are known when they are verified
+        self._num_turns = 0
         self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
         self._thread.start()
         engine.subscribe(self, experts=True)
 
-    def __call__(self, events: SequenceOf[Event]) -> None:
+    def __call__(self, events: SequenceOf[ev.Event]) -> None:
         """Queue what happened for the thread. Waits only if it is far behind."""
         self._queue.put((events, time.monotonic()))
 
@@ -73,19 +92,57 @@ class Recorder:
         now = time.monotonic()
         self._queue.put(None)
         self._thread.join()
-        if self._error is None:
-            self._write(self._lines.done(how, now))
-        else:
+        if self._error is not None:
             raise self._error
+        self._write(encode_lines([Done(self._num_turns, now, how)]))
 
     def _work(self) -> None:
         while (batch := self._queue.get()) is not None:
             if self._error is None:
                 try:
-                    self._write(self._lines.turn(*batch))
+                    self._write(encode_lines(self._lines(*batch)))
                 except Exception as error:  # of a full disk, say: the engine goes on
                     self._error = error
             self._queue.task_done()
+
+    def _lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[Any]:
+        """The lines of one batch (a turn). A `Snapshot` gives a header before it, and all texts anew: a reader may join there."""
+        if isinstance(events[0], ev.Snapshot):
+            self._known.clear()
+            yield self._header
+        entries = [entry for event in events for entry in self._entries(event)]
+        if new := {token for entry in entries for token in tokens_of_entry(entry)} - self._known:
+            self._known |= new
+            yield Texts(self._texts.of(new))
+        yield Turn(self._num_turns, time, entries)
+        self._num_turns += 1
+
+    def _entries(self, event: ev.Event) -> Iterator[Any]:
+        """The event as it is written; before the end of a step, what the model said of every token."""
+        match event:
+            case ev.StepBegan(step, start, scheduled, output, budget_left):
+                copies = (output.extras or {}).get("states", np.empty((0, 3), np.int32)).tolist()
+                snapshots = {i: (load, save) for i, load, save in copies}
+                seqs = [
+                    Scheduled(s.seq_id, s.row, s.start, s.end, s.num_samples, s.first_new_block, list(s.new_blocks), *snapshots.get(i, ()))
+                    for i, s in enumerate(output.scheduled_seqs)
+                ]  # fmt: skip
+                verified = [s for s in output.scheduled_seqs if s.num_samples > 1]
+                self._drafts |= {s.seq_id: s.token_ids[1 - s.num_samples :] for s in verified}
+                yield StepBegan(step, start, scheduled, seqs, budget_left)
+            case ev.StepEnded(step, start, arrived, end, output, result, waiting, used):
+                for i, rows in result.logprobs.items():
+                    ids = [id_ for id_, _, _ in rows[-1]] if rows else []
+                    if len(ids) > 1 + max(ids, default=0):  # the sampled token, and then all of the vocabulary
+                        values = np.empty(len(ids) - 1, np.float16)
+                        values[ids] = [value for _, value, _ in rows[-1]]
+                        yield Scored(output.scheduled_seqs[i].seq_id, values.tobytes())
+                yield StepEnded(step, start, arrived, end, event.sampled, waiting, used)
+            case ev.DraftsVerified(seq_id, num_draft_tokens, num_accepted):
+                drafts = self._drafts.pop(seq_id, np.empty(0, np.int32))
+                yield DraftsVerified(seq_id, num_draft_tokens, num_accepted, drafts[num_accepted:].tolist())
+            case _:
+                yield event
 
 
 @contextmanager
@@ -114,22 +171,17 @@ def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[
         recorder.close()
 
 
-CONFIGURED = (
-    "model",
-    "milestone",
-    "kv_cache",
-    "scheduling",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "async_scheduling",
-)
+CONFIGURED = "model", "milestone", "kv_cache", "scheduling"
+SWITCHES = "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"
 RESOLVED = "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"
 
 
 def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, Any]:
     """The first line of a recording."""
     setup, config = engine.setup, engine.setup.config
-    described = {name: getattr(config, name) for name in CONFIGURED} | {name: getattr(setup, name) for name in RESOLVED}
+    described = {name: getattr(config, name) for name in CONFIGURED + SWITCHES} | {
+        name: getattr(setup, name) for name in RESOLVED
+    }
     described |= {
         "num_kv_blocks": engine.executor.num_kv_blocks,
         "attention_backend": setup.backend,

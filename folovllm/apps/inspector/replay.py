@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from folovllm.apps.inspector.lines import FORMAT, VERSION, Done, Entry, Line, StepBegan, Turn
-from folovllm.engine import events as ev
+from folovllm.apps.inspector.lines import FORMAT, VERSION, Done, Line, Turn
 from folovllm.models.messages import in_one_line
-
-Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
-DAMAGED = (msgspec.DecodeError, RecursionError, UnicodeEncodeError)
-
-
-class Engine(msgspec.Struct):
-    """What a reader must know of the engine."""
-
-    num_kv_blocks: Size
-    block_size: Size
-
 
 _line = msgspec.json.Decoder[Line](Line)
 
@@ -62,52 +50,21 @@ def read(path: str | Path) -> Recording:
 def parse(text: str, name: str) -> Recording:
     """Read a recording from its text. Raises ValueError as `read` does."""
     first, *rows = text.split("\n")
-    header = _checked_header(first, name)
-    lines: list[Line] = []
-    has_begun = False
+    header, lines = _checked_header(first, name), list[Line]()
     for number, row in enumerate(rows, 2):
-        where = f"{name}, line {number}"
         try:
-            line = _line.decode(row)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{where} is no line of a recording: {in_one_line(error)}") from error
-        except DAMAGED:
+            lines.append(_line.decode(row))
+        except (msgspec.DecodeError, RecursionError) as error:
             if number > len(rows):  # the last line is empty, or was cut off
                 break
-            raise ValueError(f"{where} is no JSON: the file is damaged") from None
-        if isinstance(line, Turn):
-            if not has_begun and not isinstance(line.events[0] if line.events else None, ev.Snapshot):
-                raise ValueError(f"{where} does not begin with a snapshot: the file is damaged")
-            has_begun = True
-            _require_blocks(line.events, header["engine"]["num_kv_blocks"], where)
-        lines.append(line)
+            raise ValueError(f"{name}, line {number} is no line of a recording: {in_one_line(error)}") from error
     return Recording(name, header, lines)
-
-
-def _require_blocks(entries: list[Entry], num_blocks: int, where: str) -> None:
-    """Raise ValueError for a block that the engine does not have; -1 in a table lies behind the window."""
-    named: list[int] = []
-    for entry in entries:
-        match entry:
-            case ev.TableFreed():
-                named += [block_id for block_id, _ in entry.blocks]
-            case ev.Snapshot():
-                named += [entry.num_blocks] * (entry.num_blocks != num_blocks) + [
-                    block.block_id for block in entry.blocks
-                ]
-                named += [block_id for seq in entry.sequences for block_id in seq.block_table if block_id >= 0]
-            case StepBegan():
-                named += [block_id for each in entry.scheduled_seqs for block_id in each.new_blocks if block_id >= 0]
-            case _:
-                named += [entry.block_id] if hasattr(entry, "block_id") else []
-    if wrong := [block_id for block_id in named if not 0 <= block_id < num_blocks]:
-        raise ValueError(f"{where}: block {min(wrong)} of {num_blocks} does not exist")
 
 
 def _checked_header(first: str, name: str) -> dict[str, Any]:
     try:
         header = msgspec.json.decode(first, type=dict[str, Any])
-    except DAMAGED:
+    except (msgspec.DecodeError, RecursionError):
         header = {}
     if header.get("format") != FORMAT:
         raise ValueError(f"{name} is no recording: `folovllm generate ... --record FILE` writes one")
@@ -115,8 +72,4 @@ def _checked_header(first: str, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} is a recording of version {version}, and this reads version {VERSION}: record it anew"
         )
-    try:
-        msgspec.convert(header.get("engine"), Engine)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{name} does not describe its engine in its first line: {in_one_line(error)}") from error
     return header

@@ -6,12 +6,13 @@ Nothing here imports torch: the page and its scenes are there at once, and the p
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 import webbrowser
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,7 +23,7 @@ from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from folovllm.apps.inspector.playground import Playground
-from folovllm.apps.inspector.scenes import Sampling, scenes
+from folovllm.apps.inspector.scenes import scenes
 from folovllm.apps.inspector.web import FILES, PAGE, SAFE, file_response, page_response
 from folovllm.electives.server import http
 from folovllm.electives.server.errors import ApiError
@@ -35,43 +36,11 @@ BOOK = Path(__file__).resolve().parents[3] / "docs"  # of a checkout
 LONGEST_BODY = 1 << 20  # bytes
 
 
-class AskRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Prompts from the page."""
-
-    prompts: list[str]
-    max_tokens: int = 64
-    temperature: float = 0.7
-    seed: int | None = None
-    sampling: Sampling | None = None  # of a page that shows how each token is chosen
-
-
-class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request that is to end; None: all."""
-
-    request: str | None = None
-
-
-class SceneRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A scene that the engine is to play."""
-
-    scene: str
-    sampling: Sampling | None = None
-
-
-class PaceRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """How fast the engine is to go."""
-
-    delay: float | None = None
-    paused: bool | None = None
-    step: int = 0
-
-
-async def _file(request: Request) -> Response:
-    return file_response(request.path_params["name"])
-
-
-async def _home(request: Request) -> Response:
-    return RedirectResponse(PAGE)
+def body_of(method: Callable[..., Any]) -> type[msgspec.Struct]:
+    """What the body of a request holds that calls a method: its parameters."""
+    kinds, parameters = get_type_hints(method), inspect.signature(method).parameters.values()
+    fields = [(p.name, kinds[p.name], *([] if p.default is p.empty else [p.default])) for p in parameters]
+    return msgspec.defstruct(method.__name__, fields, forbid_unknown_fields=True)
 
 
 def replay_app(recordings: list[Path], host: str) -> Starlette:
@@ -106,47 +75,31 @@ def playground_app(playground: Playground, host: str) -> Starlette:
             await playground.build(await _json(request, dict[str, Any]))
         return JSONResponse(playground.described())
 
-    async def prompts(request: Request) -> Response:
-        asked = await _json(request, AskRequest)
-        return JSONResponse({"requests": await playground.ask(**msgspec.structs.asdict(asked))})
+    def calls(method: Callable[..., Awaitable[Any]]) -> Handler:
+        kind = body_of(method)
 
-    async def scene(request: Request) -> Response:
-        asked = await _json(request, SceneRequest)
-        if asked.scene not in scenes():
-            raise ValueError(f"there is no scene {asked.scene!r}: known are {', '.join(scenes())}")
-        await playground.play(scenes()[asked.scene], asked.sampling)
-        return JSONResponse(playground.described())
+        async def handler(request: Request) -> Response:
+            answer = await method(**msgspec.structs.asdict(await _json(request, kind)))
+            return JSONResponse(answer or playground.described())
 
-    async def abort(request: Request) -> Response:
-        playground.abort((await _json(request, AbortRequest)).request)
-        return JSONResponse({})
-
-    async def pace(request: Request) -> Response:
-        asked = await _json(request, PaceRequest)
-        playground.change_pace(delay=asked.delay, paused=asked.paused, step=asked.step)
-        return JSONResponse({"delay": playground.delay, "paused": int(playground.is_held)})
+        return handler
 
     routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
     routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]
-    for name, handler in (("prompts", prompts), ("scene", scene), ("abort", abort), ("pace", pace)):
-        routes.append(Route(f"{CONTROL}/{name}", handler, methods=["POST"]))
+    methods = playground.ask, playground.play, playground.abort, playground.change_pace
+    for name, method in zip(("prompts", "scene", "abort", "pace"), methods, strict=True):
+        routes.append(Route(f"{CONTROL}/{name}", calls(method), methods=["POST"]))  # type: ignore[arg-type]
     return _app(host, page, routes)
 
 
 def _source(live: bool) -> dict[str, Any]:
     """Where the page finds events, controls, scenes and chapters; `live`: it shows the engine at once."""
-    described = [
-        scene.described()
-        | {"recordings": [{"name": file.name, "url": f"inspector/scenes/{file.name}"} for file in scene.files]}
-        for scene in scenes().values()
-    ]
-    source = {
-        "kind": "playground",
-        "events": "inspector/events",
-        "control": "inspector/playground",
-        "scenes": described,
-    }
-    return source | {"live": live, "book": "inspector/book/{}.md" if BOOK.is_dir() else None}
+    described = []
+    for scene in scenes().values():
+        recordings = [{"name": file.name, "url": f"inspector/scenes/{file.name}"} for file in scene.files]
+        described.append(scene.described() | {"recordings": recordings})
+    source = {"kind": "playground", "events": "inspector/events", "control": "inspector/playground", "live": live}
+    return source | {"scenes": described, "book": "inspector/book/{}.md" if BOOK.is_dir() else None}
 
 
 async def _recording(request: Request) -> Response:
@@ -167,7 +120,14 @@ async def _chapter(request: Request) -> Response:
 
 def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
     """An application with the page, its files and these addresses."""
-    everywhere = [Route("/", _home), Route(PAGE, page), Route(FILES, _file)]
+
+    async def file(request: Request) -> Response:
+        return file_response(request.path_params["name"])
+
+    async def home(request: Request) -> Response:
+        return RedirectResponse(PAGE)
+
+    everywhere = [Route("/", home), Route(PAGE, page), Route(FILES, file)]
     return Starlette(
         routes=everywhere + routes,
         middleware=[Middleware(http.HostGuard, names=[host], flag="--host")],

@@ -42,21 +42,22 @@ class Trace:
                         self._add(seq.added, "running" if seq.is_running else "waiting")
                 case ev.RequestAdded():
                     self._add(event, "waiting")
-                case ev.Admitted():
-                    self._turn(event.seq_id, "running")
-                case ev.Preempted():
-                    self._turn(event.seq_id, "waiting (preempted)")
-                    self._put(
-                        REQUESTS, event.seq_id, f"preempted for {self._name(event.for_seq_id)}", self._now, "i", s="t"
-                    )
-                case ev.PrefixHit():
-                    self._put(REQUESTS, event.seq_id, f"{event.num_tokens} tokens cached", self._now, "i", s="t")
+                case ev.Admitted(seq_id):
+                    self._turn(seq_id, "running")
+                case ev.Preempted(seq_id, for_seq_id):
+                    self._turn(seq_id, "waiting (preempted)")
+                    self._instant(seq_id, f"preempted for {self._name(for_seq_id)}")
+                case ev.PrefixHit(seq_id, num_tokens):
+                    self._instant(seq_id, f"{num_tokens} tokens cached")
                 case ev.StepBegan():
-                    self._begin(event)
+                    self._scheduled[event.step] = event.scheduled
+                    tokens = {"tokens": event.output.num_tokens, "budget left": event.budget_left}
+                    self._span(ENGINE, SCHEDULE, f"step {event.step}", event.start, event.scheduled, **tokens)
+                    self._now = max(self._now, event.scheduled)
                 case ev.StepEnded():
                     self._end(event)
-                case ev.Finished() | ev.Aborted():
-                    self._turn(event.seq_id, None)
+                case ev.Finished(seq_id) | ev.Aborted(seq_id):
+                    self._turn(seq_id, None)
 
     def events(self) -> list[dict[str, Any]]:
         """The trace; what still runs ends with the last step."""
@@ -74,32 +75,27 @@ class Trace:
     def _span(self, pid: int, tid: int, name: str, start: float, end: float, **args: int) -> None:
         self._put(pid, tid, name, start, "X", dur=round(max(0.0, end - start) * 1e6, 1), args=args)
 
+    def _instant(self, seq_id: int, name: str) -> None:
+        self._put(REQUESTS, seq_id, name, self._now, "i", s="t")
+
     def _add(self, added: ev.RequestAdded, state: str) -> None:
         self._now = max(self._now, added.time)
         self._added[added.seq_id] = added
         self._since[added.seq_id] = (state, added.time)
 
-    def _begin(self, event: ev.StepBegan) -> None:
-        self._scheduled[event.step] = event.scheduled
-        tokens = {"tokens": event.output.num_tokens, "budget left": event.budget_left}
-        self._span(ENGINE, SCHEDULE, f"step {event.step}", event.start, event.scheduled, **tokens)
-        self._now = max(self._now, event.scheduled)
-
     def _end(self, event: ev.StepEnded) -> None:
         start = max(event.start, self._arrived, self._scheduled.pop(event.step, event.start))
         self._arrived = event.arrived
-        prefill = 0
         for scheduled in event.output.scheduled_seqs:
-            if (added := self._added.get(scheduled.seq_id)) is None:
-                continue
-            n, num_drafts = scheduled.num_new_tokens, max(0, scheduled.num_samples - 1)
-            name = f"verify {num_drafts}" if num_drafts else "decode"
-            if n > 1 + num_drafts or scheduled.start < len(added.prompt_token_ids):
-                name, prefill = f"prefill {n}", prefill + n
-            self._span(REQUESTS, scheduled.seq_id, name, start, event.arrived)
-        tokens = {"sequences": len(event.output.scheduled_seqs), "prefill tokens": prefill}
-        self._span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, **tokens)
-        self._span(ENGINE, POSTPROCESS, f"step {event.step}", event.arrived, event.end)
+            if (added := self._added.get(scheduled.seq_id)) is not None:
+                num_drafts = max(0, scheduled.num_samples - 1)
+                name = f"verify {num_drafts}" if num_drafts else "decode"
+                if scheduled.num_new_tokens > 1 + num_drafts or scheduled.start < len(added.prompt_token_ids):
+                    name = f"prefill {scheduled.num_new_tokens}"
+                self._span(REQUESTS, scheduled.seq_id, name, start, event.arrived)
+        step, sequences = f"step {event.step}", len(event.output.scheduled_seqs)
+        self._span(ENGINE, DEVICE, step, start, event.arrived, sequences=sequences)
+        self._span(ENGINE, POSTPROCESS, step, event.arrived, event.end)
         for name, value in (("KV blocks used", event.kv_blocks_used), ("waiting", event.waiting)):
             self._put(ENGINE, 0, name, event.end, "C", args={name: value})
         self._now = max(self._now, event.end)

@@ -41,7 +41,7 @@ class SocketLink:
     def receive(self, wait: bool) -> list[msg.Work]:
         """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""
         if self._engine is not None:
-            self._send_seen(self._engine.live.take(all_of_it=wait or self._engine.is_slow))
+            self._send_seen(self._engine.take(all_of_it=wait or self._engine.is_slow))
         commands: list[msg.Command] = []
         while self._poll.poll(None if wait and not commands else 0):
             data = self._socket.recv(CHUNK)
@@ -77,7 +77,7 @@ class SocketLink:
 
     def _end_recording(self, how: str) -> None:
         if self._engine is not None:
-            self._send_seen(self._engine.live.end(how))
+            self._send_seen(self._engine.end_recording(how))
 
     def _send_seen(self, pieces: list[bytes]) -> None:
         if pieces:
