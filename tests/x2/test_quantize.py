@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from folovllm.apps.cli import main
 from folovllm.electives.quantization.quantizer.calibration import read_texts
+from folovllm.electives.quantization.quantizer.folder import PREFIX
 from folovllm.electives.quantization.quantizer.methods import method_for
-from folovllm.electives.quantization.quantizer.one_layer import PREFIX, Inputs
+from folovllm.electives.quantization.quantizer.one_layer import Inputs
 from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
 from folovllm.electives.quantization.quantizer.perplexity import compare, perplexity, token_losses
 from folovllm.electives.quantization.quantizer.run import Report, quantize, rows_of

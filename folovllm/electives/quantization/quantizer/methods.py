@@ -11,9 +11,10 @@ import torch
 
 from folovllm.electives.quantization import packing
 from folovllm.electives.quantization.quantizer.awq import search_clip, search_scale
+from folovllm.electives.quantization.quantizer.folder import Tensors
 from folovllm.electives.quantization.quantizer.gptq import LOWEST_ZERO, act_order, gptq
 from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups, round_groups
-from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer, Tensors
+from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 
 BITS = 4
@@ -55,26 +56,22 @@ class Gptq(Method):
 
     def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
         """`qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs]."""
-        gram, order = None if inputs is None else inputs.gram, torch.arange(w.shape[1], device=w.device)
-        if gram is not None and self.options.act_order:
-            order = act_order(gram)
-            gram = gram[order][:, order]
-        codes, scales, zeros = self.round(w[:, order].to(self.dtype), gram)
+        o, order = self.options, torch.arange(w.shape[1], device=w.device)
+        if inputs is None:
+            rounded = quantize_groups(w.to(self.dtype), BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
+        else:
+            order = act_order(inputs.gram) if o.act_order else order
+            gram = inputs.gram[order][:, order]
+            rounded = gptq(w[:, order].to(self.dtype), gram, BITS, o.group_size, not o.asymmetric, o.damping)
+        codes, scales, zeros = rounded
         back = order.argsort()  # where each input came in the order
         tensors = {
             "qweight": packing.pack_gptq(codes[:, back]),
             "qzeros": packing.pack_gptq_zeros(zeros),
             "scales": scales.t().contiguous(),
-            "g_idx": (back // self.options.group_size).to(torch.int32),
+            "g_idx": (back // o.group_size).to(torch.int32),
         }
         return tensors, dequantize_groups(codes, scales.float(), zeros)[:, back]
-
-    def round(self, w: torch.Tensor, gram: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return codes, scales and zeros of `gptq`; without `gram` each weight is rounded by itself."""
-        o = self.options
-        if gram is not None:
-            return gptq(w, gram, BITS, o.group_size, not o.asymmetric, o.damping)
-        return quantize_groups(w, BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
 
     def config(self) -> dict[str, Any]:
         """As GPTQModel writes it."""
