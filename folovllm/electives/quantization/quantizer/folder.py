@@ -22,8 +22,10 @@ COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and generation
 NOT_COPIED = ("config.json", INDEX)
 
 
-def read_checkpoint(path: Path, model: LlamaForCausalLM) -> Tensors:
-    """Return a folder's tensors by name. They are views of memory-mapped files: only what is used is read.
+def read_checkpoint(path: Path, model: LlamaForCausalLM) -> tuple[list[Tensors], Tensors]:
+    """Return each layer's tensors, named from the layer on ("mlp.up_proj.weight"), and those that are in no layer.
+
+    They are views of memory-mapped files: only what is used is read.
 
     All headers, and what is in no layer, are checked here; layers are checked one by one, as they are loaded.
 
@@ -35,18 +37,20 @@ def read_checkpoint(path: Path, model: LlamaForCausalLM) -> Tensors:
     """
     stored = read_tensors(path, {}, None, lambda name, tensor: [(name, tensor)])
     tensors = {name: tensor for name, tensor in stored if not name.endswith(IGNORED_SUFFIX)}
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
     destinations, tied = checkpoint_places(model), model.lm_head.weight is model.model.embed_tokens.weight
     with reading(f"the checkpoint in {path}"):
         for name, tensor in tensors.items():
             if not (weight_loader_of(name) or (tied and name == HEAD)):
                 pop_destination(name, tensor.shape, destinations)
-            if not name.startswith(PREFIX):
-                require_finite(name, tensor)
         if destinations:
             raise ValueError(f"it lacks {', '.join(sorted(destinations)[:5])}")
-        if tied and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+        for name, tensor in rest.items():
+            require_finite(name, tensor)
+        if tied and not torch.equal(rest.get(HEAD, rest[EMBEDDING]), rest[EMBEDDING]):
             raise ValueError(f"it holds a {HEAD!r} of its own: set tie_word_embeddings to false in its config")
-    return tensors
+    prefixes = [f"{PREFIX}{index}." for index in range(len(model.model.layers))]
+    return [{n.removeprefix(p): t for n, t in tensors.items() if n.startswith(p)} for p in prefixes], rest
 
 
 class OutputFolder:
@@ -67,13 +71,14 @@ class OutputFolder:
         if not is_empty:
             raise ValueError(f"{path} is not empty: name a folder that is")
 
-    def write(self, tensors: Tensors, index: int) -> None:
-        """Write file `index` of the weights, by the checkpoint's names."""
-        name = f"model-{index + 1:05}-of-{self.num_files:05}.safetensors"
-        content = save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, {"format": "pt"})
-        write_whole(self.path / name, content)
+    def write(self, index: int, tensors: Tensors, prefix: str = "") -> None:
+        """Write file `index` of the weights. The checkpoint's names are those of `tensors` behind `prefix`."""
+        file = f"model-{index + 1:05}-of-{self.num_files:05}.safetensors"
+        named = {prefix + name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        content = save(named, {"format": "pt"})
+        write_whole(self.path / file, content)
         self.num_bytes += len(content)
-        self._file_of |= dict.fromkeys(tensors, name)
+        self._file_of |= dict.fromkeys(named, file)
 
     def finish(self, source: Path, quant_config: dict[str, Any]) -> None:
         """Write the index, the tokenizer of `source`, and last of all its configuration with `quant_config`."""

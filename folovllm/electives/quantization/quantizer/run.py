@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from folovllm.config import EngineConfig
-from folovllm.electives.quantization.quantizer.calibration import read_texts, split_rows
+from folovllm.electives.quantization.quantizer.calibration import rows_of
 from folovllm.electives.quantization.quantizer.folder import (
     EMBEDDING,
     HEAD,
@@ -27,13 +27,11 @@ from folovllm.electives.quantization.quantizer.options import CALIBRATED, Quanti
 from folovllm.electives.quantization.quantizer.perplexity import Quality, compare
 from folovllm.engine.require import require
 from folovllm.engine.setup import choose_device
-from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, reading, resolve_model
+from folovllm.models.files import load_hf_config, reading, resolve_model
 from folovllm.models.loader import checkpoint_files
 from folovllm.models.model_config import head_dim_of, num_experts_of, windows_of
 from folovllm.models.registry import build_model
 from folovllm.models.shapes import renamed_by
-
-OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
 
 
 def quantize_layer(method: Method, layer: OneLayer, source: Tensors, inputs: dict[str, Inputs] | None) -> Tensors:
@@ -103,30 +101,25 @@ def quantize(
     check_model(hf_config, options)
     with reading(f"the model in {path}"):
         empty = build_model(hf_config, torch.float32, "meta", options.length)
-    tensors = read_checkpoint(path, empty)
+    layers, rest = read_checkpoint(path, empty)
     rows, on = rows_of(path, hf_config, options, calibration), choose_device(device)
-    num_layers = len(empty.model.layers)
-    folder = OutputFolder(out, num_layers + 1)  # the last file has what is in no layer
-    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
+    folder = OutputFolder(out, len(layers) + 1)  # the last file has what is in no layer
     # Hidden states [n, length, H]. Those that calibrate come from layers that are quantized already, as the next layer will
     # see them. The text that measures goes through both models: `before` and `after`.
     calibrating, before = (rest[EMBEDDING][ids].float().to(on) for ids in rows)
     after = before
     layer = OneLayer(hf_config, on, options.length)
-    routers = [f"{PREFIX}{i}.{router}" for i in range(num_layers) for router in layer.routers]
+    routers = [f"{PREFIX}{i}.{router}" for i in range(len(layers)) for router in layer.routers]
     method = method_for(options, rest[EMBEDDING].dtype, routers)
-    for index in tqdm(range(num_layers), desc="Quantizing", unit="layer", disable=not use_tqdm):
-        prefix = f"{PREFIX}{index}."
-        source = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    for index, source in enumerate(tqdm(layers, desc="Quantizing", unit="layer", disable=not use_tqdm)):
         layer.load(source)
         before = layer.run(before)
         inputs = layer.inputs(calibrating) if options.is_calibrated else None
-        quantized = quantize_layer(method, layer, source, inputs)
-        folder.write({prefix + name: tensor for name, tensor in quantized.items()}, index)
+        folder.write(index, quantize_layer(method, layer, source, inputs), f"{PREFIX}{index}.")
         after = layer.run(after)
         if options.is_calibrated:
             calibrating = layer.run(calibrating)
-    folder.write(rest, num_layers)
+    folder.write(len(layers), rest)
     quality = measure(rest, hf_config, before, after, rows[1].to(on)) if len(rows[1]) else None
     folder.finish(path, method.config())
     bytes_before = sum(file.stat().st_size for file in checkpoint_files(path))
@@ -156,17 +149,3 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
         (uneven, f"groups of {options.group_size} do not divide {uneven} inputs: choose --group-size 64 or 32"),
     ):
         require(not is_refused, f"this model cannot be quantized here: {why}")
-
-
-def rows_of(
-    path: Path, hf_config: Any, options: QuantizeOptions, calibration: Path | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens to calibrate with and tokens to measure with, [n, length] each; no rows where there is no text."""
-    file = calibration or path / OWN_TEXT
-    if calibration is None and not file.is_file():
-        require(not options.is_calibrated, f"--format {options.format} needs a text: --calibration text.jsonl")
-        none = torch.empty(0, options.length, dtype=torch.int64)
-        return none, none
-    tokenizer = load_tokenizer(path, EngineConfig(model=str(path)))
-    ends = eos_token_ids(path, hf_config, tokenizer)
-    return split_rows(read_texts(file), tokenizer, options.samples, options.length, min(ends, default=0))
