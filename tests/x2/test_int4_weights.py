@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
-from folovllm.electives.quantization.int4 import Int4
-from folovllm.electives.quantization.int4_checkpoints import Awq, Gptq, PackedInt4
+from folovllm.electives.quantization.int4_checkpoints import Awq
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.extra_tensors import repacked
@@ -127,12 +126,3 @@ def test_codes_are_put_in_order_on_the_device_of_the_model(kind: str) -> None:
     parts = to_awq(*(torch.zeros(16, n, dtype=torch.uint8) for n in (64, 2, 2)))
     view = torch.empty(16, 64 // {"qweight": 8}.get(kind, 32), device="meta")
     assert repacked(f"layer.{kind}", parts[kind], Awq(GROUP), view).device.type == "meta"
-
-
-@pytest.mark.parametrize("format", [Gptq(32), Awq(32), PackedInt4(32, with_zeros=True)])
-def test_codes_that_are_no_matrix_are_one_sentence(format: Int4) -> None:
-    """Flattened, or of all experts in one tensor."""
-    for kind in format.names:
-        for size in ([64], [2, 8, 8]):
-            with pytest.raises(ValueError, match=f"{kind}.* must have two dimensions"):
-                format.repack(kind, torch.zeros(size, dtype=torch.int32), torch.Size([8, 8]))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 
+from folovllm.electives.quantization.linear_method import Dtypes
 from folovllm.electives.quantization.scaled import Scaled
 from folovllm.electives.quantization.weight import has_fp8
 from folovllm.layers.linear import FLOATS
@@ -51,7 +52,7 @@ class Fp8(Scaled):
     rounds_gated: bool = False
 
     codes = torch.float8_e4m3fn
-    code_names = ("F8_E4M3",)
+    dtypes: ClassVar[Dtypes] = {"weight": ("F8_E4M3",)}
     random_std = 64.0
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Fp8(Scaled):
         return {"weight": torch.split(cast(torch.Tensor, layer.floats), layer.output_sizes)}
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        return FLOATS if self.online or kind == "input_scale" else super().stored(kind)
+        return FLOATS if self.online else super().stored(kind)
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         is_one = kind == "input_scale" and tensor.numel() == 1

@@ -12,7 +12,7 @@ from gguf.gguf_reader import ReaderTensor
 from folovllm.models.files import reading
 
 
-class BoundedReader(GGUFReader):
+class BoundedReader(GGUFReader):  # type: ignore[misc]  # the library has no types
     """Refuses what lies behind the end of the file. The library reads nothing there, and goes on: a file of 49 bytes
     that counts 2^40 numbers could keep it busy for ever.
     """

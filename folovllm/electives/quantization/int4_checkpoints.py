@@ -9,7 +9,7 @@ import torch
 
 from folovllm.electives.quantization import packing
 from folovllm.electives.quantization.int4 import Int4
-from folovllm.electives.quantization.linear_method import StoredView
+from folovllm.electives.quantization.linear_method import Dtypes, StoredView
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -34,7 +34,6 @@ class Int4Checkpoint(Int4):
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return words in the order of `pack_planes`, and scales and zeros as [outputs, groups]."""
-        tensor = super().repack(kind, tensor, shape)
         words, scales, zeros = self.names
         if kind == words:
             codes = self.unpack(tensor)
@@ -60,6 +59,7 @@ class PackedInt4(Int4Checkpoint):
     """compressed-tensors' pack-quantized: words have eight neighbouring inputs, those of zeros eight neighbouring outputs."""
 
     names: ClassVar[tuple[str, str, str]] = ("weight_packed", "weight_scale", "weight_zero_point")
+    dtypes: ClassVar[Dtypes] = dict.fromkeys(("weight_packed", "weight_zero_point"), ("I32",))
     ignores: ClassVar[tuple[str, ...]] = ("weight_shape",)
     outputs_last: ClassVar[bool] = False
     packs_outputs: ClassVar[tuple[str, ...]] = ("weight_zero_point",)
@@ -81,6 +81,7 @@ class Gptq(Int4Checkpoint):
     one_less: bool = True
 
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
+    dtypes: ClassVar[Dtypes] = dict.fromkeys(("qweight", "qzeros"), ("I32",))
     ignores: ClassVar[tuple[str, ...]] = ("g_idx",)
     packs_outputs: ClassVar[tuple[str, ...]] = ("qzeros",)
     unpack = staticmethod(packing.unpack_gptq)
@@ -103,10 +104,8 @@ class SortedGptq(Gptq):
     """GPTQ's with `desc_act`: it quantized the inputs that matter most first, so a group's inputs lie anywhere."""
 
     order_name: ClassVar[str | None] = "g_idx"
+    dtypes: ClassVar[Dtypes] = {**Gptq.dtypes, "g_idx": ("I32",)}
     ignores: ClassVar[tuple[str, ...]] = ()
-
-    def stored(self, kind: str) -> tuple[str, ...]:
-        return ("I32",) if kind == "g_idx" else super().stored(kind)
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Raise ValueError unless `g_idx` puts as many inputs into each group."""
@@ -128,6 +127,7 @@ class Awq(Int4Checkpoint):
     with_zeros: bool = True
 
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
+    dtypes: ClassVar[Dtypes] = dict.fromkeys(("qweight", "qzeros"), ("I32",))
     packs_outputs: ClassVar[tuple[str, ...]] = ("qweight", "qzeros")
     unpack = staticmethod(packing.unpack_awq)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from folovllm.engine.require import is_whole
 from folovllm.layers.fusable import ALL, FusableLinearMethod
+from folovllm.layers.linear import FLOATS
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -17,11 +19,21 @@ if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
 
 
+Dtypes = Mapping[str, tuple[str, ...]]  # by the kind of a tensor, as safetensors call them
+
+
 class QuantizedLinearMethod(FusableLinearMethod):
     """Quantized weights, which kernels read as a `QuantizedWeight`.
 
     Factors of the inputs cannot be folded into quantized weights. They are kept: `layer.columns` [inputs], or None.
     """
+
+    dtypes: ClassVar[
+        Mapping[str, tuple[str, ...]]
+    ] = {}  # of kinds of tensors that are no floats, as safetensors call them
+
+    def stored(self, kind: str) -> tuple[str, ...]:
+        return self.dtypes.get(kind, FLOATS)
 
     def create(self, layer: LinearBase) -> None:
         layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
@@ -137,6 +149,12 @@ def rows_of(sizes: Sequence[int], parts: slice) -> slice:
     """Return the rows of some parts; `sizes` has the rows of each part."""
     first, end, _ = parts.indices(len(sizes))
     return slice(sum(sizes[:first]), sum(sizes[:end]))
+
+
+def require_sizes(what: str, *sizes: object) -> None:
+    """Raise ValueError unless all sizes that a checkpoint's configuration names are whole numbers of at least 1."""
+    if not all(is_whole(size) and size > 0 for size in sizes):  # type: ignore[operator]
+        raise ValueError(f"{what} is {', '.join(map(repr, sizes))}, where whole numbers of at least 1 are needed")
 
 
 def on_gpu(x: torch.Tensor) -> bool:

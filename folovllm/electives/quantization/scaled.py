@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, StoredView, rows_of
+from folovllm.electives.quantization.linear_method import (
+    Dtypes,
+    QuantizedLinearMethod,
+    StoredView,
+    require_sizes,
+    rows_of,
+)
 from folovllm.electives.quantization.weight import QuantizedWeight
-from folovllm.engine.require import is_whole
 from folovllm.layers.fusable import ALL
-from folovllm.layers.linear import FLOATS
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -42,17 +46,12 @@ class Scaled(QuantizedLinearMethod):
     block: tuple[int, int] | None = None
 
     codes: ClassVar[torch.dtype]
-    code_names: ClassVar[tuple[str, ...]]  # the dtype as safetensors call it
     random_std: ClassVar[float]  # standard deviation of made-up codes
     # Activations stay as they are, and codes of which zero is zero need none to be named.
     ignores: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "weight_zero_point")
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a checkpoint's block is none."""
-        if self.block is not None and not all(is_whole(size) and size > 0 for size in self.block):
-            raise ValueError(
-                f"a block of weights with a scale is {self.block}, and must be two whole numbers of at least 1"
-            )
+        require_sizes("a block of weights with a scale", *(self.block or ()))
 
     def create(self, layer: LinearBase) -> None:
         """Make the codes, and the scales: [outputs, 1], or a row for each row of blocks. A part begins a new row."""
@@ -76,10 +75,6 @@ class Scaled(QuantizedLinearMethod):
         """Return the rows of each part, of codes and of scales."""
         codes = torch.split(layer.weight.data, layer.output_sizes)
         return {"weight": codes, self.scale_name: torch.split(layer.scale.data, self.scale_rows(layer))}
-
-    def stored(self, kind: str) -> tuple[str, ...]:
-        """Return the dtypes that a tensor of the checkpoint may have: codes have their own, scales any float."""
-        return self.code_names if kind == "weight" else FLOATS
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """A single scale, [] or [1], is that of all outputs; one for each output may come without its last dimension."""
@@ -166,7 +161,7 @@ class Int8(Scaled):
     """Codes are int8. Activations stay as they are."""
 
     codes = torch.int8
-    code_names = ("I8",)
+    dtypes: ClassVar[Dtypes] = {"weight": ("I8",)}
     random_std = 32.0
 
 
@@ -174,6 +169,7 @@ class Int8(Scaled):
 class PackedInt8(Int8):
     """The checkpoint has four codes in an int32, the first in its lowest byte, and 128 more than they are."""
 
+    dtypes: ClassVar[Dtypes] = {"weight_packed": ("I32",)}
     ignores = (*Int8.ignores, "weight_shape")
 
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
@@ -182,9 +178,6 @@ class PackedInt8(Int8):
             raise ValueError(f"packed weights of 8 bits need a multiple of 4 inputs, not {layer.input_size}")
         views = super().weight_views(layer)
         return {"weight_packed": [part.view(torch.int32) for part in views.pop("weight")], **views}
-
-    def stored(self, kind: str) -> tuple[str, ...]:
-        return ("I32",) if kind == "weight_packed" else super().stored(kind)
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         packed = kind == "weight_packed"
