@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from folovllm import EngineConfig
 from folovllm.electives.quantization import packing
 from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups
+from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.setup import set_up
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
+from tests.contract import DEVICE
 from tests.helpers import tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 
@@ -109,14 +111,14 @@ def compressed(
 
 
 def assert_ranks_hold_their_parts(coded: Path, random_weights: bool = False, **tolerance: float) -> None:
-    """Two ranks' attention and MLP of the second layer are those of the whole model."""
+    """Two ranks' attention and MLP of the last layer are those of the whole model."""
     fields = EngineConfig(model=str(coded), device="cpu", use_tqdm=False, random_weights=random_weights)
     setup = set_up(replace(fields, tensor_parallel_size=2))
-    whole: Any = load_native_model(set_up(fields)).model.layers[1]
+    whole: Any = load_native_model(set_up(fields)).model.layers[-1]
     x = torch.randn(3, setup.hf_config.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        layer: Any = load_sharded_model(setup, group).model.layers[1]
+        layer: Any = load_sharded_model(setup, group).model.layers[-1]
         return layer.self_attn.split_heads(layer.self_attn.qkv_proj(x))[0], layer.mlp(x)
 
     with torch.inference_mode():
@@ -226,6 +228,40 @@ def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
     largest = parts.abs().amax(-1, keepdim=True)
     scale, factor = (torch.where(largest > 0, y, 1.0) for y in (largest / 448, 448 / largest))
     return ((parts * factor).to(E4M3).float() * scale).flatten(1).to(x.dtype)
+
+
+def made_up(
+    kind: str, outputs: int, inputs: int, block: tuple[int, int] | None = None, zeros: str = "none"
+) -> tuple[QuantizedWeight, torch.Tensor]:
+    """A weight as kernels read it, of all codes that there are, and W in double precision, in which W[0, inputs // 3] is zero.
+
+    Codes of 4 bits may have zeros: "codes", or "minimums", with which no weight is zero.
+    """
+    generator, (rows, columns) = torch.Generator().manual_seed(inputs), block or (1, inputs)
+    shape = -(-outputs // rows), -(-inputs // columns)
+
+    def wide(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.double().repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+
+    scale = torch.rand(shape, generator=generator) + 0.1
+    if kind != "int4":
+        codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8, generator=generator)
+        codes = torch.where(codes & 0x7F == 0x7F, 5, codes).view(torch.int8 if kind == "int8" else E4M3)
+        codes[0, inputs // 3], scale = 0, scale / 200
+        return QuantizedWeight(codes.to(DEVICE), scale.to(DEVICE), rows, columns), codes.double() * wide(scale)
+    codes, scale = torch.randint(0, 16, (outputs, inputs), generator=generator).byte(), scale.half() / 50
+    zero = {
+        "none": torch.full(shape, 8),
+        "codes": torch.randint(0, 16, shape, generator=generator).byte(),
+        "minimums": torch.randn(shape, generator=generator).half() / 10,
+    }[zeros]
+    if zeros == "minimums":
+        weight = codes.double() * wide(scale) + wide(zero)
+    else:
+        codes[0, inputs // 3] = zero[0, inputs // 3 // columns]
+        weight = (codes.double() - wide(zero)) * wide(scale)
+    words, kept = packing.pack_planes(codes, columns), None if zeros == "none" else zero.to(DEVICE)
+    return QuantizedWeight(words.to(DEVICE), scale.to(DEVICE), 1, columns, kept), weight
 
 
 SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)

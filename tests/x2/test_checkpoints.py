@@ -30,7 +30,10 @@ from tests.x2.quantized import (
 )
 
 KINDS = BYTE_KINDS | INT4_KINDS
-SMALL_BLOCKS = quantize_8(E4M3, "weight_scale_inv", (8, 8)), FP8_BLOCKS | {"weight_block_size": [8, 8]}
+SMALL_BLOCKS, WIDE_BLOCKS = (
+    (quantize_8(E4M3, "weight_scale_inv", block), FP8_BLOCKS | {"weight_block_size": list(block)})
+    for block in ((8, 8), (24, 16))
+)
 
 
 def source(kind: str, family: str = "qwen3", inner: int = 96, **fields: object) -> Path:
@@ -125,6 +128,27 @@ def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
         "packed rows",
     ):  # where all of a row is one group, a part has its words in another order
         assert_ranks_hold_their_parts(coded, random_weights=True, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        *((kind, "") for kind in ("fp8 channel", "small blocks", "gptq", "awq", "packed")),
+        ("wide blocks", "cannot share self_attn.q_proj: .* whole blocks of 24 x 16"),
+        ("gptq sorted", r"inputs are sorted \(desc_act\)"),
+    ],
+)
+def test_a_checkpoint_with_merged_layers(kind: str, refused: str, tmp_path: Path) -> None:
+    """Phi-3's codes and scales of query, key and value are one tensor each. Two ranks share them, or are refused."""
+    merged = tiny_checkpoint("phi3", hidden_size=128, intermediate_size=128, num_hidden_layers=1)
+    written = {"small blocks": SMALL_BLOCKS, "wide blocks": WIDE_BLOCKS}.get(kind) or KINDS[kind]
+    coded, floats = write_quantized(merged, tmp_path, *written)
+    assert_same(Driver(coded), Driver(floats), {0: [5, 9, 3]})
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=2))
+    else:
+        assert_ranks_hold_their_parts(coded, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["fp8 wide", "fp8 channel", "int8 packed", "packed symmetric", "packed rows"])

@@ -17,7 +17,7 @@ from folovllm.models.loader import load_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.workloads import make_engine
-from tests.x2.quantized import ALIGNED, compressed, quantize_8, rounded, write_quantized
+from tests.x2.quantized import ALIGNED, compressed, made_up, quantize_8, rounded, write_quantized
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [16, 8], "modules_to_not_convert": ["lm_head"]}
@@ -26,19 +26,8 @@ CHANNEL = compressed(8, "float", "float-quantized", "channel")
 CHANNEL["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
 
 
-def made(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
-
-
-def weight_of(rows: int, width: int, block: tuple[int, int] | None) -> tuple[Any, torch.Tensor]:
-    """A weight as kernels read it, and what it stands for, float64."""
-    from folovllm.electives.quantization.weight import QuantizedWeight
-
-    codes = (made((rows, width), 2) * 64).clamp_(-448, 448).to(E4M3)
-    high, wide = block or (1, width)
-    scale = made((-(-rows // high), width // wide), 3).abs_() / 1000
-    exact = codes.double() * scale.double().repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)
-    return QuantizedWeight(codes, scale, high, wide), exact
 
 
 def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -61,36 +50,20 @@ def quantize_rows() -> Any:
     return quantize_rows
 
 
-def test_the_largest_of_a_row_becomes_the_largest_code() -> None:
-    """Of 896 the scale is two: 3.1 is 1.55 of it, and 1.5 the nearest code; of each half alone, 3.1 is a code times a scale."""
-    x = torch.tensor([[896.0, 0.0, 3.1, 0.0]])
-    assert rounded(x, None).tolist() == [[896.0, 0.0, 3.0, 0.0]]
-    torch.testing.assert_close(rounded(x, 2), x)
-    assert rounded(torch.zeros(1, 4), None).tolist() == [[0.0] * 4]
-
-
-def test_what_a_token_becomes_depends_on_that_token_alone() -> None:
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
-    for group in (None, 16):
-        together = rounded(x, group)
-        assert all(torch.equal(together[i : i + 1], rounded(x[i : i + 1], group)) for i in range(9))
-        assert 0.01 < float((together - x).norm() / x.norm()) < 0.04
-
-
 @pytest.mark.parametrize("group", [None, 16])
 class TestRounding:
     """The kernel against torch. A number between two codes may go either way: a product in another order is an ulp off."""
 
     @pytest.mark.parametrize("columns", [False, True])
     def test_rows(self, quantize_rows: Any, group: int | None, columns: bool) -> None:
-        x, factors = made((3, 112), 1)[:, :96], made((96,), 4).abs() if columns else None
+        x, factors = drawn((3, 112), 1)[:, :96], drawn((96,), 4).abs() if columns else None
         codes, scales = quantize_rows(x, group, factors)
         assert codes.shape == (16, 96) and not codes[3:].float().any(), "the library multiplies 16 tokens or a multiple"
         expected = rounded(x if factors is None else x * factors, group)
         assert ((floats_of(codes, scales)[:3] - expected).abs() > 1e-5).sum() <= 2
 
     def test_what_is_normed_or_gated_first(self, quantize_rows: Any, group: int | None) -> None:
-        x = made((3, 192), 1)
+        x = drawn((3, 192), 1)
         normed = F.rms_norm(x, (192,), eps=1e-6)
         assert ((floats_of(*quantize_rows(x, group, None, 1e-6))[:3] - rounded(normed, group)).abs() > 1e-5).sum() <= 2
         hidden = F.silu(x[:, :96]) * x[:, 96:]
@@ -99,7 +72,7 @@ class TestRounding:
 
 def test_a_scale_that_is_known(quantize_rows: Any) -> None:
     """What is beyond the largest code becomes that."""
-    x = made((3, 96), 1)
+    x = drawn((3, 96), 1)
     codes, scales = quantize_rows(x, static=torch.full((2,), 0.004, device=DEVICE))
     expected = (x / 0.004).clamp(-448, 448).to(E4M3).double() * 0.004
     assert set(scales.flatten().tolist()) == {scales[0, 0].item()} and codes.float().abs().max() == 448
@@ -124,11 +97,12 @@ def test_product(
 
     if DEVICE == "cpu":
         monkeypatch.setattr(fp8_linear, "capability_of", lambda device: capability)
-    weight, exact = weight_of(rows, width, block)
+    weight, exact = made_up("fp8", rows, width, block)
+    exact = exact.to(DEVICE)
     for dtype in (torch.float32, torch.float16):
-        codes, scales = quantize_rows(made((tokens, width), 1, dtype), block and block[1])
+        codes, scales = quantize_rows(drawn((tokens, width), 1, dtype), block and block[1])
         expected = floats_of(codes, scales)[:tokens] @ exact.T
-        added = made((tokens, rows), 5, dtype) if residual else None
+        added = drawn((tokens, rows), 5, dtype) if residual else None
         expected += 0 if added is None else added.double()
         result = fp8_product(codes, scales, weight, tokens, dtype, added)
         assert result.dtype == dtype and relative(result, expected) < (1e-6 if dtype == torch.float32 else 1e-3)
@@ -140,9 +114,10 @@ def test_one_token_is_rounded_alike(quantize_rows: Any, width: int, block: tuple
     """Each program rounds all inputs for itself, and has the codes that many tokens have."""
     from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
 
-    weight, exact = weight_of(48, width, block)
+    weight, exact = made_up("fp8", 48, width, block)
+    exact = exact.to(DEVICE)
     for dtype in (torch.float32, torch.float16):
-        x, columns = made((1, width), 1, dtype), made((width,), 4, dtype).abs()
+        x, columns = drawn((1, width), 1, dtype), drawn((width,), 4, dtype).abs()
         expected = floats_of(*quantize_rows(x, block and 128, columns, 1e-6))[:1] @ exact.T
         if gated:
             gate, up = expected.chunk(2, 1)
@@ -157,13 +132,14 @@ def test_one_token_is_rounded_alike(quantize_rows: Any, width: int, block: tuple
 def test_a_layer_on_a_gpu(quantize_rows: Any, tokens: int, block: tuple[int, int] | None) -> None:
     """All ways to multiply, with norm, gate and residual, against torch with the same rounding."""
     linear_method = Fp8("weight_scale", block, activations="dynamic")
-    weight, exact = weight_of(512, 1024, block)
+    weight, exact = made_up("fp8", 512, 1024, block)
+    exact = exact.to(DEVICE)
     with torch.device(DEVICE):
         torch.set_default_dtype(torch.bfloat16)
         layer = LinearBase(1024, [256, 256], linear_method=linear_method)
         torch.set_default_dtype(torch.float32)
     layer.weight.data, layer.scale.data = weight.weight, weight.scale
-    x, residual = made((tokens, 1024), 1, torch.bfloat16), made((tokens, 512), 5, torch.bfloat16)
+    x, residual = drawn((tokens, 1024), 1, torch.bfloat16), drawn((tokens, 512), 5, torch.bfloat16)
     plain = rounded(x.float(), block and block[1]).double() @ exact.T
     gate, up = (plain * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6)).chunk(2, 1)
     assert linear_method.fuses(layer, x)
