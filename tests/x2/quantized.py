@@ -129,6 +129,16 @@ def assert_ranks_hold_their_parts(coded: Path, random_weights: bool = False, **t
             torch.testing.assert_close(summed, whole.mlp(x), **tolerance)
 
 
+def with_input_scale(quantize: Quantize) -> Quantize:
+    """The same with a scale for the layer's inputs."""
+
+    def both(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, floats = quantize(weight)
+        return parts | {"input_scale": torch.tensor(weight.shape[0] / 1000)}, floats
+
+    return both
+
+
 E4M3 = torch.float8_e4m3fn
 BLOCK = (16, 8)
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head"]}
@@ -139,6 +149,10 @@ BYTE_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
         {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["re:.*lm_head"]},
     ),
     "fp8 channel": (quantize_8(E4M3, "weight_scale", None), compressed(8, "float", "float-quantized", "channel")),
+    "fp8 static": (
+        with_input_scale(quantize_8(E4M3, "weight_scale", None)),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    ),
     "int8 channel": (quantize_8(torch.int8, "weight_scale", None), compressed(8, "int", "int-quantized", "channel")),
     "int8 packed": (
         packed(quantize_8(torch.int8, "weight_scale", None)),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
 from folovllm.electives.quantization.config import REQUESTED
 from folovllm.electives.quantization.fp8 import Fp8
@@ -17,11 +16,9 @@ from folovllm.models.loader import load_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.workloads import make_engine
-from tests.x2.quantized import ALIGNED, compressed, made_up, quantize_8, rounded, write_quantized
+from tests.x2.quantized import ALIGNED, E4M3, compressed, made_up, quantize_8, rounded, write_quantized
+from tests.x2.quantized import BYTE_KINDS as KINDS
 
-E4M3 = torch.float8_e4m3fn
-BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [16, 8], "modules_to_not_convert": ["lm_head"]}
-STATIC: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 CHANNEL = compressed(8, "float", "float-quantized", "channel")
 CHANNEL["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
 
@@ -147,17 +144,6 @@ def test_a_layer_on_a_gpu(quantize_rows: Any, tokens: int, block: tuple[int, int
     assert relative(linear_method.apply(layer, x, 1e-6, gated=True), F.silu(gate) * up) < 0.01
 
 
-def checkpoint(folder: Path, config: dict[str, Any], dtype: torch.dtype = E4M3) -> Path:
-    name, block = ("weight_scale_inv", (16, 8)) if config is BLOCKS else ("weight_scale", None)
-    quantize = quantize_8(dtype, name, block)
-
-    def with_inputs(weight: torch.Tensor) -> Any:
-        parts, floats = quantize(weight)
-        return parts | {"input_scale": torch.tensor(weight.shape[0] / 1000)}, floats
-
-    return write_quantized(tiny_checkpoint("qwen3"), folder, with_inputs if config is STATIC else quantize, config)[0]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_model_on_a_gpu(quantize_rows: Any, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,22 +176,20 @@ def methods_of(engine: Any) -> dict[str, Any]:
     return {name: module.linear_method for name, module in model.named_modules() if isinstance(module, LinearBase)}
 
 
-@pytest.mark.parametrize("config", [BLOCKS, CHANNEL, STATIC], ids=["blocks", "channel", "static"])
-def test_what_a_checkpoint_means(config: dict[str, Any], tmp_path: Path) -> None:
-    """Activations are quantized, unless somebody asks for weights alone."""
-    model = checkpoint(tmp_path, config)
-    methods = methods_of(make_engine(model, milestone="m5"))
-    assert {method.activations for method in methods.values()} == {"static" if config is STATIC else "dynamic"}
+@pytest.mark.parametrize("kind", ["fp8 blocks", "dynamic channel", "fp8 static"])
+def test_what_a_checkpoint_means(kind: str, tmp_path: Path) -> None:
+    """Activations are quantized, unless somebody asks for weights alone. Merged layers share the largest scale of inputs."""
+    written = (quantize_8(E4M3, "weight_scale", None), CHANNEL) if kind == "dynamic channel" else KINDS[kind]
+    model = write_quantized(tiny_checkpoint("qwen3"), tmp_path, *written)[0]
+    engine: Any = make_engine(model, milestone="m5")
+    methods, is_static = methods_of(engine), kind == "fp8 static"
+    assert {method.activations for method in methods.values()} == {"static" if is_static else "dynamic"}
     gated = next(method for name, method in methods.items() if name.endswith("gate_up_proj"))
-    assert gated.rounds_gated == (config is not STATIC)
+    assert gated.rounds_gated == (not is_static)
     assert {m.activations for m in methods_of(make_engine(model, quantize_activations=False)).values()} == {None}
-
-
-def test_layers_that_are_merged_share_the_largest_scale_of_inputs(tmp_path: Path) -> None:
-    driver: Any = Driver(checkpoint(tmp_path, STATIC))
-    qkv = driver.model.model.layers[0].self_attn.qkv_proj
-    largest = max(qkv.output_sizes) / 1000
-    torch.testing.assert_close(qkv.input_scale, torch.full((3,), largest))
+    if is_static:
+        qkv = engine.executor._worker.runner.model.model.layers[0].self_attn.qkv_proj
+        torch.testing.assert_close(qkv.input_scale, torch.full((3,), max(qkv.output_sizes) / 1000))
 
 
 def test_a_checkpoint_in_16_bits_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
@@ -218,22 +202,3 @@ def test_a_checkpoint_in_16_bits_is_quantized_while_it_is_loaded(tmp_path: Path)
     assert ours.model.model.layers[0].mlp.down_proj.weight.dtype == E4M3  # type: ignore[union-attr]
     load_model(ours.model, meanwhile, use_tqdm=False)
     assert_logits_equal(ours.step({1: [5, 9, 3]})[1], theirs.step({1: [5, 9, 3]})[1])
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "says"),
-    [
-        ("weight_scale", None, r"lacks .*layers.0.mlp.down_proj.weight_scale"),
-        ("input_scale", None, r"lacks .*layers.0.mlp.down_proj.input_scale"),
-        ("input_scale", torch.tensor(float("nan")), r"layers.0.mlp.down_proj.input_scale' holds NaN"),
-        ("weight_scale", torch.full((3,), 0.1), r"layers.0.mlp.down_proj.weight_scale' has shape \[3, 1\]"),
-        ("input_scale", torch.ones(3), r"layers.0.mlp.down_proj.input_scale' has shape \[3\]"),
-    ],
-)
-def test_a_bad_scale_is_named(kind: str, value: torch.Tensor | None, says: str, tmp_path: Path) -> None:
-    model, name = checkpoint(tmp_path, STATIC), f"model.layers.0.mlp.down_proj.{kind}"
-    tensors = load_file(model / "model.safetensors")
-    del tensors[name]
-    save_file(tensors | ({} if value is None else {name: value}), model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=says):
-        make_engine(model, milestone="m5")
