@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,12 @@ def with_nan(tensor: torch.Tensor) -> torch.Tensor:
         ("gptq", "qweight", lambda t: t[:-1], "NAME: weights of 4 bits in groups of 32 of 88 inputs"),
         ("gptq", "qzeros", lambda t: t.float(), "NAME' is stored as float32"),
         ("gptq sorted", "g_idx", lambda t: t + 100, "NAME: it does not put 32 inputs into each group"),
+        (
+            "gptq sorted",
+            "g_idx",
+            lambda t: t.index_fill(0, torch.tensor([40]), 0),
+            "NAME: it does not put 32 inputs into each group",
+        ),
         ("awq", "scales", lambda t: t.flatten(), r"NAME' has shape \[192\], the model expects"),
         ("awq", "qweight", lambda t: t.flatten(), "NAME: IndexError"),
         ("packed", "weight_packed", lambda t: t[None], "NAME"),
@@ -184,6 +191,12 @@ def with_nan(tensor: torch.Tensor) -> torch.Tensor:
         ("packed", "weight_scale", with_nan, "NAME' holds NaN"),
         ("packed symmetric", "weight_packed", lambda t: t[:, :-4], "NAME' has shape"),
         ("fp8 blocks", "weight_scale_inv", lambda t: t[:-1], r"NAME' has shape \[4, 10\], the model expects \[5, 10\]"),
+        (
+            "fp8 blocks",
+            "weight",
+            lambda t: t.view(torch.uint8).index_fill(1, torch.tensor([5]), 255).view(E4M3),
+            "NAME' holds NaN",
+        ),
         ("fp8 blocks", "weight_scale_inv", with_nan, "NAME' holds NaN"),
         ("fp8 tensor", "weight_scale", lambda t: t.repeat(2), r"NAME' has shape \[2, 1\]"),
         ("fp8 static", "weight_scale", None, "lacks .*NAME"),
@@ -206,6 +219,33 @@ def test_a_bad_tensor_is_named(
     save_file(tensors, coded / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=says.replace("NAME", full.replace(".", r"\."))):
         Driver(coded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "fields", "says"),
+    [
+        ("fp8 blocks", 1, {"quant_method": "quip"}, "quantized by 'quip'"),
+        (
+            "fp8 blocks",
+            2,
+            {"weight_block_size": [128, 128]},
+            "cannot share self_attn.q_proj: .* whole blocks of 128 x 128",
+        ),
+        *(("gptq", 1, {"bits": n}, f"gptq with {n} bits is not supported: with 4 it is") for n in (3, 8)),
+        *(("gptq", 1, {"group_size": n}, f"groups of {n} of 64 inputs are not supported") for n in (24, 48)),
+        ("gptq sorted", 2, {}, r"cannot share self_attn.q_proj: its inputs are sorted \(desc_act\)"),
+        ("gptq", 2, {}, r"cannot share mlp.down_proj: a rank's part \[64, 48\] would not hold whole groups"),
+        ("awq", 1, {"version": "gemv"}, "AWQ's version 'gemv'"),
+        ("gptq", 1, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq", 1, {"dynamic": {"+:.*": {"bits": 8}}}, "GPTQ checkpoints with dynamic are not"),
+    ],
+)
+def test_what_is_refused(kind: str, ranks: int, fields: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """Before a weight is read."""
+    coded, _ = write_quantized(source(kind), tmp_path, KINDS[kind][0], KINDS[kind][1] | fields)
+    (coded / "model.safetensors").write_bytes(bytes(10**6))
+    with pytest.raises(ValueError, match=says):
+        load_native_model(set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=ranks)))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])

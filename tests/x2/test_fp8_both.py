@@ -1,4 +1,4 @@
-"""FP8 times FP8: what is rounded, that it depends on a token alone, which product multiplies, and who asks for it."""
+"""FP8 times FP8: what is rounded, which product multiplies, and who asks for it."""
 
 from __future__ import annotations
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folovllm import EngineConfig
 from folovllm.electives.quantization.int4_checkpoints import Awq
-from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.extra_tensors import repacked
-from folovllm.models.loader import load_native_model
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, prompts
 from tests.x2.quantized import GPTQ, GROUP, SORTED, Tensors, quantize, tiny, to_awq, to_sorted_gptq, write_quantized
 from tests.x2.quantized import INT4_KINDS as KINDS
@@ -30,57 +26,15 @@ def test_no_layout_is_read_as_another(tmp_path: Path) -> None:
     assert all(torch.equal(one, logits[0]) for one in logits)
 
 
-class TestRefusals:
-    def refused(self, tmp_path: Path, says: str, kind: str = "gptq", ranks: int = 1, **fields: Any) -> None:
-        coded, _ = write_quantized(tiny(), tmp_path, *KINDS[kind])
-        said = json.loads((coded / "config.json").read_text())
-        said["quantization_config"] |= fields
-        (coded / "config.json").write_text(json.dumps(said))
-        (coded / "model.safetensors").write_bytes(bytes(10**6))  # no weight is read
-        with pytest.raises(ValueError, match=says):
-            load_native_model(set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=ranks)))
-
-    @pytest.mark.parametrize("bits", [3, 8])
-    def test_other_bits(self, tmp_path: Path, bits: int) -> None:
-        self.refused(tmp_path, f"gptq with {bits} bits is not supported: with 4 it is", bits=bits)
-
-    @pytest.mark.parametrize("size", [24, 48])
-    def test_groups_that_do_not_fit(self, tmp_path: Path, size: int) -> None:
-        self.refused(
-            tmp_path, f"groups of {size} of 64 inputs are not supported: a group must be a mult", group_size=size
-        )
-
-    def test_sorted_inputs_on_several_ranks(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, r"cannot share self_attn.q_proj: its inputs are sorted \(desc_act\)", "gptq sorted", 2)
-
-    def test_a_border_within_a_group(self, tmp_path: Path) -> None:
-        self.refused(
-            tmp_path, r"cannot share mlp.down_proj: a rank's part \[64, 48\] would not hold whole groups", ranks=2
-        )
-
-    def test_other_layouts(self, tmp_path: Path) -> None:
-        self.refused(tmp_path / "a", "AWQ's version 'gemv'", "awq", version="gemv")
-        self.refused(tmp_path / "b", "checkpoint_format 'marlin'", checkpoint_format="marlin")
-        self.refused(tmp_path / "c", "GPTQ checkpoints with dynamic are not", dynamic={"+:.*": {"bits": 8}})
-
-    def test_groups_of_different_sizes(self, tmp_path: Path) -> None:
-        def uneven(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-            parts, floats = KINDS["gptq"][0](weight)
-            return parts | {"g_idx": parts["g_idx"].clone().index_fill_(0, torch.tensor([40]), 0)}, floats
-
-        coded, _ = write_quantized(tiny(), tmp_path, uneven, SORTED)
-        with pytest.raises(ValueError, match=r"proj.g_idx: it does not put 32 inputs into each group"):
-            Driver(coded)
-
-    @pytest.mark.parametrize("said", [False, None])
-    def test_an_order_that_the_config_does_not_speak_of(self, said: bool | None, tmp_path: Path) -> None:
-        """Read as if inputs came in order, it would answer nonsense; the sentence tells what to do, and that works."""
-        coded, floats = write_quantized(tiny(), tmp_path, quantize(to_sorted_gptq), GPTQ | {"desc_act": said})
-        with pytest.raises(ValueError, match=r'proj.g_idx.* set "desc_act": true in the quantization_config'):
-            Driver(coded)
-        file = coded / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": SORTED}))
-        assert_logits_equal(Driver(coded).step({0: [5, 9]})[0], Driver(floats).step({0: [5, 9]})[0])
+@pytest.mark.parametrize("said", [False, None])
+def test_an_order_that_the_config_does_not_speak_of(said: bool | None, tmp_path: Path) -> None:
+    """Read as if inputs came in order, it would answer nonsense; the sentence tells what to do, and that works."""
+    coded, floats = write_quantized(tiny(), tmp_path, quantize(to_sorted_gptq), GPTQ | {"desc_act": said})
+    with pytest.raises(ValueError, match=r'proj.g_idx.* set "desc_act": true in the quantization_config'):
+        Driver(coded)
+    file = coded / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": SORTED}))
+    assert_logits_equal(Driver(coded).step({0: [5, 9]})[0], Driver(floats).step({0: [5, 9]})[0])
 
 
 @pytest.mark.parametrize("left", ["zeros", "nothing"])
