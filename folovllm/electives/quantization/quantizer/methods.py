@@ -21,10 +21,7 @@ BITS = 4
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
 NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
-LINEARS = {
-    "self_attn.o_proj": "self_attn.v_proj",
-    "mlp.down_proj": "mlp.up_proj",
-}  # a layer, and whose outputs it reads
+LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # whose outputs a layer reads
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
 
 
@@ -34,9 +31,6 @@ class Method(ABC):
     def __init__(self, options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str]) -> None:
         """`dtype` is the checkpoint's: of all that is not quantized, and of scales. `unquantized`: layers that are left, but the head."""
         self.options, self.dtype, self.unquantized = options, dtype, ["lm_head", *unquantized]
-
-    def prepare(self, layer: OneLayer, inputs: dict[str, Inputs]) -> None:
-        """Change the layer's weights, not its outputs, before they are quantized. Does nothing here."""
 
     @abstractmethod
     def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
@@ -84,10 +78,6 @@ class Gptq(Method):
 
 class Awq(Method):
     """AWQ's layout. Every group has a zero."""
-
-    def prepare(self, layer: OneLayer, inputs: dict[str, Inputs]) -> None:
-        """Search a scale for each input, and fold it into the weights and into what comes before."""
-        fold_scales(layer, inputs, BITS, self.options.group_size, self.dtype)
 
     def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
         """`qweight` [inputs, outputs / 8], `qzeros` [groups, outputs / 8], `scales` [groups, outputs]."""

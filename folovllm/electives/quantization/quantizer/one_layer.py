@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -70,17 +71,14 @@ class OneLayer:
         self.routers = [name for name in linears if name.rpartition(".")[2] in ROUTERS]
         self.linears = {name: m for name, m in linears.items() if name not in self.routers}
         self.parts: dict[str, Tensors] = {}
-        views = self.tensors()
-        for name in self.linears:
+        for name, linear in self.linears.items():
             parent, _, leaf = name.rpartition(".")
             parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
-            self.parts[name] = {part: views[f"{part}.weight"] for part in parts}
-        found = {*self.routers, *(part for parts in self.parts.values() for part in parts)}
-        for name, view in views.items():
-            if view.dim() > 1 and name.removesuffix(".weight") not in found:
-                raise ValueError(
-                    f"{name} is in no linear layer: a model that has such weights cannot be quantized here"
-                )
+            self.parts[name] = dict(zip(parts, linear.weight_views()["weight"], strict=True))
+        known = {*self.routers, *(part for parts in self.parts.values() for part in parts)}
+        for name, view in self.tensors().items():
+            if view.dim() > 1 and name.removesuffix(".weight") not in known:
+                raise ValueError(f"{name} is in no linear layer: models with such weights cannot be quantized here")
         attend_within(self.module, length)
 
     def load(self, tensors: Tensors) -> None:
@@ -110,13 +108,9 @@ class OneLayer:
     def inputs(self, x: torch.Tensor) -> dict[str, Inputs]:
         """Return what each of `linears` reads when the layer is given `x` [n, length, H]."""
         found = {name: Inputs(linear.input_size, x.device) for name, linear in self.linears.items()}
-        hooks = [
-            linear.register_forward_pre_hook(lambda _, args, name=name: found[name].add(args[0]))
-            for name, linear in self.linears.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, linear in self.linears.items():
+                hook = linear.register_forward_pre_hook(lambda _, args, name=name: found[name].add(args[0]))
+                hooks.enter_context(hook)
             self.run(x)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return found

@@ -21,7 +21,7 @@ from folovllm.electives.quantization.quantizer.folder import (
     Tensors,
     read_checkpoint,
 )
-from folovllm.electives.quantization.quantizer.methods import Method, method_for
+from folovllm.electives.quantization.quantizer.methods import BITS, Awq, Method, fold_scales, method_for
 from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer
 from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
 from folovllm.electives.quantization.quantizer.perplexity import Quality, compare
@@ -41,8 +41,8 @@ def quantize_layer(method: Method, layer: OneLayer, source: Tensors, inputs: dic
         source: the layer's tensors before. What is not quantized keeps its dtype.
         inputs: what the layer's linear layers read; None where rounding looks at weights alone.
     """
-    if inputs is not None:
-        method.prepare(layer, inputs)
+    if inputs is not None and isinstance(method, Awq):
+        fold_scales(layer, inputs, BITS, method.options.group_size, method.dtype)
     projections = {f"{part}.weight" for parts in layer.parts.values() for part in parts}
     tensors = {name: tensor for name, tensor in source.items() if name not in projections}
     for name, view in layer.tensors().items():
