@@ -154,19 +154,22 @@ READERS: dict[str, Callable[[QuantConfig], LinearMethodOf]] = {  # by `quant_met
 }
 
 
-def integer_config(layout: str, **weights: Any) -> dict[str, Any]:
-    """Return the `quantization_config` of integers in one of compressed-tensors' layouts; routers are not quantized."""
-    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
+def compressed_config(
+    layout: str, weights: Scheme, inputs: Scheme | None = None, ignore: Sequence[str] = ("re:.*gate$",)
+) -> dict[str, Any]:
+    """Return the `quantization_config` of one of compressed-tensors' layouts, as llm-compressor writes it."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": layout, "ignore": ["re:.*gate$"], "config_groups": {"0": group}
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed", "ignore": list(ignore),
+        "config_groups": {"group_0": group},
     }  # fmt: skip
 
 
 # By `EngineConfig.quantization`, for random weights; FP8 for a checkpoint in 16 bits, too.
 REQUESTED: dict[str, QuantConfig] = {
     "fp8": {"quant_method": "fp8", ONLINE: True, "modules_to_not_convert": ROUTERS},
-    "int8": integer_config("int-quantized", num_bits=8, strategy="channel"),
-    "int4": integer_config("pack-quantized", num_bits=4, strategy="group", group_size=128),
+    "int8": compressed_config("int-quantized", {"type": "int", "num_bits": 8, "strategy": "channel"}),
+    "int4": compressed_config("pack-quantized", {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from folovllm.electives.quantization import packing
+from folovllm.electives.quantization.config import compressed_config
 from folovllm.electives.quantization.quantizer.awq import search_clip, search_scale
 from folovllm.electives.quantization.quantizer.folder import Tensors
 from folovllm.electives.quantization.quantizer.gptq import LOWEST_ZERO, act_order, gptq
@@ -150,19 +151,15 @@ class EightBits(Method):
         return tensors, codes.float() * scales.float()
 
     def config(self) -> dict[str, Any]:
-        """As llm-compressor writes it for FP8_DYNAMIC and W8A16."""
+        """FP8_DYNAMIC, or W8A16."""
         is_fp8 = self.options.format == "fp8"
         layout, kind = ("float-quantized", "float") if is_fp8 else ("pack-quantized", "int")
         numbers = {"num_bits": 8, "type": kind, "symmetric": True}
-        group = {
-            "targets": ["Linear"], "weights": {**numbers, "strategy": "channel", "dynamic": False},
-            "input_activations": {**numbers, "strategy": "token", "dynamic": True} if is_fp8 else None,
-            "output_activations": None,
-        }  # fmt: skip
-        return {
-            "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
-            "ignore": self.unquantized, "config_groups": {"group_0": group},
-        }  # fmt: skip
+        weights, inputs = (
+            numbers | {"strategy": "channel", "dynamic": False},
+            numbers | {"strategy": "token", "dynamic": True},
+        )
+        return compressed_config(layout, weights, inputs if is_fp8 else None, self.unquantized)
 
 
 def method_for(options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str] = ()) -> Method:
