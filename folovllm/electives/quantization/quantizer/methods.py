@@ -155,11 +155,8 @@ class EightBits(Method):
         is_fp8 = self.options.format == "fp8"
         layout, kind = ("float-quantized", "float") if is_fp8 else ("pack-quantized", "int")
         numbers = {"num_bits": 8, "type": kind, "symmetric": True}
-        weights, inputs = (
-            numbers | {"strategy": "channel", "dynamic": False},
-            numbers | {"strategy": "token", "dynamic": True},
-        )
-        return compressed_config(layout, weights, inputs if is_fp8 else None, self.unquantized)
+        inputs = numbers | {"strategy": "token", "dynamic": True} if is_fp8 else None
+        return compressed_config(layout, numbers | {"strategy": "channel", "dynamic": False}, inputs, self.unquantized)
 
 
 def method_for(options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str] = ()) -> Method:
