@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,75 +25,91 @@ LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
 
 
-class Method(ABC):
-    """Quantizes weights into the tensors of one kind of checkpoint."""
+def quantize_weight(
+    options: QuantizeOptions, name: str, w: torch.Tensor, dtype: torch.dtype, inputs: Inputs | None
+) -> tuple[Tensors, torch.Tensor]:
+    """Quantize the weights `w` [outputs, inputs] float32 of the projection `name`; `dtype` is that of scales.
 
-    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str]) -> None:
-        """`dtype` is the checkpoint's: of all that is not quantized, and of scales. `unquantized`: layers that are left, but the head."""
-        self.options, self.dtype, self.unquantized = options, dtype, ["lm_head", *unquantized]
+    `inputs` are what the layer reads; None where rounding looks at weights alone.
 
-    @abstractmethod
-    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
-        """Quantize the weights `w` [outputs, inputs] float32 of the projection `name`.
-
-        Returns:
-            the checkpoint's tensors, by the last part of their names; and the weights that they stand for, float32.
-        """
-
-    @abstractmethod
-    def config(self) -> dict[str, Any]:
-        """Return the `quantization_config`."""
+    Returns:
+        the checkpoint's tensors, by the last part of their names; and the weights that they stand for, float32.
+    """
+    if options.format == "gptq":
+        return to_gptq(options, w.to(dtype), inputs)
+    if options.format == "awq":
+        if inputs is not None and not options.no_clip and not name.endswith(NOT_CLIPPED):
+            w = search_clip(w, inputs.gram, BITS, options.group_size)
+        return to_awq(options, w.to(dtype))
+    return to_8_bits(w, FP8 if options.format == "fp8" else torch.int8, dtype)
 
 
-class Gptq(Method):
-    """GPTQ's layout, first version: zeros are stored as one less. Codes by GPTQ, or by rounding alone."""
+def to_gptq(o: QuantizeOptions, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
+    """GPTQ's layout, first version: zeros are stored as one less. Codes by GPTQ, or by rounding alone.
 
-    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
-        """`qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs]."""
-        o, order = self.options, torch.arange(w.shape[1], device=w.device)
-        if inputs is None:
-            rounded = quantize_groups(w.to(self.dtype), BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
-        else:
-            order = act_order(inputs.gram) if o.act_order else order
-            gram = inputs.gram[order][:, order]
-            rounded = gptq(w[:, order].to(self.dtype), gram, BITS, o.group_size, not o.asymmetric, o.damping)
-        codes, scales, zeros = rounded
-        back = order.argsort()  # where each input came in the order
-        tensors = {
-            "qweight": packing.pack_gptq(codes[:, back]),
-            "qzeros": packing.pack_gptq_zeros(zeros),
-            "scales": scales.t().contiguous(),
-            "g_idx": (back // o.group_size).to(torch.int32),
-        }
-        return tensors, dequantize_groups(codes, scales.float(), zeros)[:, back]
+    `qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs].
+    """
+    order = torch.arange(w.shape[1], device=w.device)
+    if inputs is None:
+        rounded = quantize_groups(w, BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
+    else:
+        order = act_order(inputs.gram) if o.act_order else order
+        gram = inputs.gram[order][:, order]
+        rounded = gptq(w[:, order], gram, BITS, o.group_size, not o.asymmetric, o.damping)
+    codes, scales, zeros = rounded
+    back = order.argsort()  # where each input came in the order
+    tensors = {
+        "qweight": packing.pack_gptq(codes[:, back]),
+        "qzeros": packing.pack_gptq_zeros(zeros),
+        "scales": scales.t().contiguous(),
+        "g_idx": (back // o.group_size).to(torch.int32),
+    }
+    return tensors, dequantize_groups(codes, scales.float(), zeros)[:, back]
 
-    def config(self) -> dict[str, Any]:
-        """As GPTQModel writes it."""
-        o = self.options
+
+def to_awq(o: QuantizeOptions, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """AWQ's layout; every group has a zero.
+
+    `qweight` [inputs, outputs / 8], `qzeros` [groups, outputs / 8], `scales` [groups, outputs].
+    """
+    codes, scales, zeros = quantize_groups(w, BITS, o.group_size, symmetric=False)
+    packed = {"qweight": packing.pack_awq(codes), "qzeros": packing.pack_awq(zeros)}
+    return {**packed, "scales": scales.t().contiguous()}, dequantize_groups(codes, scales.float(), zeros)
+
+
+def to_8_bits(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensors, torch.Tensor]:
+    """FP8 or INT8 with a scale for each output, in compressed-tensors' layout.
+
+    `weight_scale` [outputs, 1]; FP8: `weight` [outputs, inputs]; INT8: `weight_packed` [outputs, inputs / 4], `weight_shape` [2].
+    Four codes of INT8 share an int32: the one layout in which vLLM reads weights alone.
+    """
+    codes, scales = round_channels(w, to, scale_dtype)
+    tensors = {"weight": codes, "weight_scale": scales}
+    if to == torch.int8:
+        packed = (codes ^ -128).view(torch.int32)  # 128 more than they are, as unsigned bytes, the first one lowest
+        tensors = {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
+    return tensors, codes.float() * scales.float()
+
+
+def quantization_config(o: QuantizeOptions, unquantized: Sequence[str]) -> dict[str, Any]:
+    """Return the `quantization_config`; `unquantized` are the layers that are left, which vLLM wants to know with 8 bits.
+
+    As GPTQModel, AutoAWQ and llm-compressor write it: FP8_DYNAMIC, for vLLM rounds the inputs to FP8, too; W8A16.
+    """
+    if o.format == "gptq":
         return {
             "quant_method": "gptq", "checkpoint_format": "gptq", "bits": BITS, "group_size": o.group_size,
             "desc_act": o.act_order, "sym": not o.asymmetric, "lm_head": False, "damp_percent": o.damping,
         }  # fmt: skip
-
-
-class Awq(Method):
-    """AWQ's layout. Every group has a zero."""
-
-    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
-        """`qweight` [inputs, outputs / 8], `qzeros` [groups, outputs / 8], `scales` [groups, outputs]."""
-        size = self.options.group_size
-        if inputs is not None and not self.options.no_clip and not name.endswith(NOT_CLIPPED):
-            w = search_clip(w, inputs.gram, BITS, size)
-        codes, scales, zeros = quantize_groups(w.to(self.dtype), BITS, size, symmetric=False)
-        packed = {"qweight": packing.pack_awq(codes), "qzeros": packing.pack_awq(zeros)}
-        return {**packed, "scales": scales.t().contiguous()}, dequantize_groups(codes, scales.float(), zeros)
-
-    def config(self) -> dict[str, Any]:
-        """As AutoAWQ writes it."""
+    if o.format == "awq":
         return {
-            "quant_method": "awq", "bits": BITS, "group_size": self.options.group_size, "zero_point": True, "version": "gemm",
+            "quant_method": "awq", "bits": BITS, "group_size": o.group_size, "zero_point": True, "version": "gemm",
             "modules_to_not_convert": None,
         }  # fmt: skip
+    layout, kind = ("float-quantized", "float") if o.format == "fp8" else ("pack-quantized", "int")
+    numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+    inputs = numbers | {"strategy": "token", "dynamic": True} if o.format == "fp8" else None
+    return compressed_config(layout, numbers | {"strategy": "channel", "dynamic": False}, inputs, unquantized)
 
 
 def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_size: int, dtype: torch.dtype) -> None:
@@ -132,39 +147,6 @@ def divide_norm(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     real = torch.where(divided == 0, scale, weight / divided)
     weight.copy_(divided)
     return real
-
-
-class EightBits(Method):
-    """FP8 or INT8 with a scale for each output, in compressed-tensors' layout.
-
-    vLLM rounds the inputs to FP8, too. Four codes of INT8 share an int32: the one layout in which vLLM reads weights alone.
-    """
-
-    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
-        """`weight_scale` [outputs, 1]; FP8: `weight` [outputs, inputs]; INT8: `weight_packed` [outputs, inputs / 4], `weight_shape` [2]."""
-        is_fp8 = self.options.format == "fp8"
-        codes, scales = round_channels(w, FP8 if is_fp8 else torch.int8, self.dtype)
-        tensors = {"weight": codes, "weight_scale": scales}
-        if not is_fp8:
-            packed = (codes ^ -128).view(torch.int32)  # 128 more than they are, as unsigned bytes, the first one lowest
-            tensors = {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
-        return tensors, codes.float() * scales.float()
-
-    def config(self) -> dict[str, Any]:
-        """FP8_DYNAMIC, or W8A16."""
-        is_fp8 = self.options.format == "fp8"
-        layout, kind = ("float-quantized", "float") if is_fp8 else ("pack-quantized", "int")
-        numbers = {"num_bits": 8, "type": kind, "symmetric": True}
-        inputs = numbers | {"strategy": "token", "dynamic": True} if is_fp8 else None
-        return compressed_config(layout, numbers | {"strategy": "channel", "dynamic": False}, inputs, self.unquantized)
-
-
-def method_for(options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str] = ()) -> Method:
-    """Return the method that the options ask for, as of `Method`. GPTQ and AWQ know no scales in float32."""
-    if options.format not in ("gptq", "awq"):
-        return EightBits(options, dtype, unquantized)
-    dtype = torch.float16 if dtype == torch.float32 else dtype
-    return (Gptq if options.format == "gptq" else Awq)(options, dtype, unquantized)
 
 
 def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

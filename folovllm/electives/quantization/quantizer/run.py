@@ -21,7 +21,7 @@ from folovllm.electives.quantization.quantizer.folder import (
     Tensors,
     read_checkpoint,
 )
-from folovllm.electives.quantization.quantizer.methods import BITS, Awq, Method, fold_scales, method_for
+from folovllm.electives.quantization.quantizer.methods import BITS, fold_scales, quantization_config, quantize_weight
 from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer
 from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
 from folovllm.electives.quantization.quantizer.perplexity import Quality, compare
@@ -34,15 +34,18 @@ from folovllm.models.registry import build_model
 from folovllm.models.shapes import renamed_by
 
 
-def quantize_layer(method: Method, layer: OneLayer, source: Tensors, inputs: dict[str, Inputs] | None) -> Tensors:
+def quantize_layer(
+    options: QuantizeOptions, layer: OneLayer, source: Tensors, dtype: torch.dtype, inputs: dict[str, Inputs] | None
+) -> Tensors:
     """Return the checkpoint's tensors of the quantized layer; `layer` is left with the weights that they stand for.
 
     Args:
         source: the layer's tensors before. What is not quantized keeps its dtype.
+        dtype: that of scales.
         inputs: what the layer's linear layers read; None where rounding looks at weights alone.
     """
-    if inputs is not None and isinstance(method, Awq):
-        fold_scales(layer, inputs, BITS, method.options.group_size, method.dtype)
+    if inputs is not None and options.format == "awq":
+        fold_scales(layer, inputs, BITS, options.group_size, dtype)
     projections = {f"{part}.weight" for parts in layer.parts.values() for part in parts}
     tensors = {name: tensor for name, tensor in source.items() if name not in projections}
     for name, view in layer.tensors().items():
@@ -51,7 +54,7 @@ def quantize_layer(method: Method, layer: OneLayer, source: Tensors, inputs: dic
             view.copy_(tensors[name])
     for name, parts in layer.parts.items():
         for part, w in parts.items():
-            quantized, weight = method.quantize(part, w, inputs[name] if inputs else None)
+            quantized, weight = quantize_weight(options, part, w, dtype, inputs[name] if inputs else None)
             tensors |= {f"{part}.{kind}": tensor for kind, tensor in quantized.items()}
             w.copy_(weight)
     return tensors
@@ -109,19 +112,21 @@ def quantize(
     calibrating, before = (rest[EMBEDDING][ids].float().to(on) for ids in rows)
     after = before
     layer = OneLayer(hf_config, on, options.length)
-    routers = [f"{PREFIX}{i}.{router}" for i in range(len(layers)) for router in layer.routers]
-    method = method_for(options, rest[EMBEDDING].dtype, routers)
+    dtype = rest[EMBEDDING].dtype
+    if options.format in CALIBRATED and dtype == torch.float32:
+        dtype = torch.float16  # GPTQ and AWQ know no scales in float32
     for index, source in enumerate(tqdm(layers, desc="Quantizing", unit="layer", disable=not use_tqdm)):
         layer.load(source)
         before = layer.run(before)
         inputs = layer.inputs(calibrating) if options.is_calibrated else None
-        folder.write(index, quantize_layer(method, layer, source, inputs), f"{PREFIX}{index}.")
+        folder.write(index, quantize_layer(options, layer, source, dtype, inputs), f"{PREFIX}{index}.")
         after = layer.run(after)
         if options.is_calibrated:
             calibrating = layer.run(calibrating)
     folder.write(len(layers), rest)
     quality = measure(rest, hf_config, before, after, rows[1].to(on)) if len(rows[1]) else None
-    folder.finish(path, method.config())
+    routers = [f"{PREFIX}{i}.{router}" for i in range(len(layers)) for router in layer.routers]
+    folder.finish(path, quantization_config(options, ["lm_head", *routers]))
     bytes_before = sum(file.stat().st_size for file in checkpoint_files(path))
     return Report(out, bytes_before, folder.num_bytes, quality)
 
