@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType, dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFWriter, RopeScalingType, dequantize, quantize
 
 from folovllm import EngineConfig
 from folovllm.apps.cli import main
@@ -107,6 +107,9 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ValueError, match=r"cannot read .*damaged.gguf: .*version 0 which we cannot handle"):
         resolve_model(str(tmp_path / "damaged.gguf"))
+    finish(GGUFWriter(tmp_path / "big.gguf", "llama", endianess=GGUFEndian.BIG))
+    with pytest.raises(ValueError, match=r"cannot read .*big.gguf: its numbers are big-endian"):
+        resolve_model(str(tmp_path / "big.gguf"))
     finish(GGUFWriter(tmp_path / "other.gguf", "mamba"))
     with pytest.raises(ValueError, match=r"architecture 'mamba' .* those of architecture 'llama'"):
         resolve_model(str(tmp_path / "other.gguf"))

@@ -32,6 +32,8 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     """
     with reading(file):
         reader = BoundedReader(file)
+        if reader.byte_order == "S":
+            raise ValueError("its numbers are big-endian, which is not supported")
         if sum(tensor.n_bytes for tensor in reader.tensors) > len(reader.data):
             raise ValueError("tensors overlap")
         values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
