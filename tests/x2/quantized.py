@@ -222,6 +222,10 @@ INT4_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "gptq symmetric": (quantize(to_gptq, symmetric=True), GPTQ | {"sym": True}),
     "gptq v2": (quantize(to_gptq_v2), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "gptq sorted": (quantize(to_sorted_gptq), SORTED),
+    "gptq with groups left zero": (
+        quantize(lambda *codes: to_gptq(*codes) | {"g_idx": torch.zeros(codes[0].shape[1], dtype=torch.int32)}), GPTQ,
+    ),
+    "gptq without groups": (quantize(lambda *codes: {k: t for k, t in to_gptq(*codes).items() if k != "g_idx"}), GPTQ),
     "gptq rows": (quantize(to_gptq, None), SORTED | {"group_size": -1}),
     "awq": (quantize(to_awq), AWQ),
     "packed": (quantize(to_packed), PACKED),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.electives.quantization import linear_method
+from folovllm.electives.quantization.int4_checkpoints import Awq
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
+from folovllm.models.extra_tensors import repacked
 from folovllm.models.loader import load_native_model
 from tests.contract import DEVICE
-from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
 from tests.x2.quantized import (
     ALIGNED,
@@ -24,9 +27,16 @@ from tests.x2.quantized import (
     E4M3,
     FP8_BLOCKS,
     FP8_WIDE,
+    GPTQ,
+    GROUP,
     INT4_KINDS,
+    SORTED,
     assert_ranks_hold_their_parts,
+    quantize,
     quantize_8,
+    tiny,
+    to_awq,
+    to_sorted_gptq,
     write_quantized,
 )
 
@@ -256,3 +266,46 @@ def test_random_weights(kind: str) -> None:
         if isinstance(module, LinearBase):
             assert "weight" not in dict(module.named_parameters()) or module.weight.dtype.itemsize == 1
             assert 0.015 < module.linear_method.dequantized(module, torch.float32).std() < 0.025
+
+
+@pytest.mark.parametrize("said", [False, None])
+def test_an_order_that_the_config_does_not_speak_of(said: bool | None, tmp_path: Path) -> None:
+    """Read as if inputs came in order, it would answer nonsense; the sentence tells what to do, and that works."""
+    coded, floats = write_quantized(tiny(), tmp_path, quantize(to_sorted_gptq), GPTQ | {"desc_act": said})
+    with pytest.raises(ValueError, match=r'proj.g_idx.* set "desc_act": true in the quantization_config'):
+        Driver(coded)
+    file = coded / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": SORTED}))
+    assert_logits_equal(Driver(coded).step({0: [5, 9]})[0], Driver(floats).step({0: [5, 9]})[0])
+
+
+def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
+    """Some GPTQ checkpoints have one for every layer. One that is not zero is a weight like others."""
+    coded, _ = write_quantized(tiny(), tmp_path, *KINDS["gptq"])
+    tensors, expected = load_file(coded / "model.safetensors"), Driver(coded).step({0: [5, 9]})[0]
+    tensors["model.layers.0.mlp.down_proj.bias"] = bias = torch.zeros(64)
+    save_file(tensors, coded / "model.safetensors")
+    assert torch.equal(Driver(coded).step({0: [5, 9]})[0], expected)
+    bias[3] = 1
+    save_file(tensors, coded / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj.bias', for which the model has no place"):
+        Driver(coded)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "packed rows"])
+def test_torch_multiplies_in_16_bits_on_cpu(kind: str, tmp_path: Path) -> None:
+    """Its scales are rounded as weights would be: as far from the truth as the same numbers in 16 bits."""
+    coded, floats = write_quantized(tiny(), tmp_path, *KINDS[kind])
+    tokens = prompts([20])[0]
+    ours = Driver(coded, dtype=torch.bfloat16)
+    assert any(m.int4.library for m in ours.model.modules() if isinstance(m, LinearBase))
+    logits = [driver.step({0: tokens})[0] for driver in (ours, Driver(floats, dtype=torch.bfloat16), Driver(floats))]
+    assert_as_accurate(*logits)
+
+
+@pytest.mark.parametrize("kind", ["qweight", "qzeros", "scales"])
+def test_codes_are_put_in_order_on_the_device_of_the_model(kind: str) -> None:
+    """On a GPU it is nothing; on the CPU beside it, a minute of a large model."""
+    parts = to_awq(*(torch.zeros(16, n, dtype=torch.uint8) for n in (64, 2, 2)))
+    view = torch.empty(16, 64 // {"qweight": 8}.get(kind, 32), device="meta")
+    assert repacked(f"layer.{kind}", parts[kind], Awq(GROUP), view).device.type == "meta"
