@@ -46,8 +46,8 @@ class Int4Checkpoint(Int4):
         """Cut words, scales and zeros as [outputs, inputs or groups]."""
         if kind not in self.names:
             return cut(tensor)
-        packed = packing.PER_WORD if kind in self.packs_outputs else 1
-        part = cut(StoredView(tensor, (packed, 1), int(self.outputs_last)))
+        packed, stored = packing.PER_WORD if kind in self.packs_outputs else 1, tensor[...]
+        part = cut(StoredView(stored.t() if self.outputs_last else stored, (packed, 1)))
         return part.t() if self.outputs_last else part
 
     def shard_filled(self, kind: str, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:

@@ -14,7 +14,6 @@ from folovllm.layers.fusable import ALL, FusableLinearMethod
 from folovllm.layers.linear import FLOATS
 
 if TYPE_CHECKING:
-    from folovllm.distributed.sharding import Weight
     from folovllm.electives.quantization.weight import QuantizedWeight
     from folovllm.layers.linear import LinearBase
 
@@ -116,26 +115,19 @@ class QuantizedLinearMethod(FusableLinearMethod):
 
 
 class StoredView:
-    """A checkpoint's tensor seen as [outputs, inputs], whose numbers stand for `units` of outputs and of inputs each.
+    """A checkpoint's matrix seen as [outputs, inputs], whose numbers stand for `units` of outputs and of inputs each.
 
-    An index is in outputs and inputs, and begins and ends between units; what it gives has as many dimensions as the tensor. If
-    all inputs share a number, every rank has it.
+    An index is in outputs and inputs, and begins and ends between units. If all inputs share a number, every rank has it.
     """
 
-    def __init__(self, stored: Weight, units: tuple[int, int], outputs: int = 0) -> None:
-        """`outputs`: which dimension they are. A tensor of one dimension has a number for each output."""
-        self.stored, self.units, self.outputs = stored, units, outputs
-        others = stored.shape[1 - outputs] if len(stored.shape) == 2 else 1
-        self.shape = torch.Size([stored.shape[outputs] * units[0], others * units[1]])
-        self._is_shared = others == 1
+    def __init__(self, stored: torch.Tensor, units: tuple[int, int]) -> None:
+        self.stored, self.units = stored, units
+        self.shape = torch.Size(size * unit for size, unit in zip(stored.shape, units, strict=True))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        rows = shrunk(rows, self.units[0])
-        if len(self.stored.shape) == 1:
-            return self.stored[rows]
-        slices = rows, (slice(None) if self._is_shared else shrunk(columns, self.units[1]))
-        return self.stored[slices] if self.outputs == 0 else self.stored[slices[::-1]].t()
+        is_shared = self.stored.shape[1] == 1
+        return self.stored[shrunk(rows, self.units[0]), slice(None) if is_shared else shrunk(columns, self.units[1])]
 
 
 def shrunk(span: slice, size: int) -> slice:

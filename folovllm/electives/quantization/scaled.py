@@ -110,8 +110,10 @@ class Scaled(QuantizedLinearMethod):
         """Cut codes and scales. A single scale is kept by all ranks."""
         if kind != self.scale_name:
             return cut(tensor)
-        is_one = tensor.shape.numel() == 1
-        return tensor[...] if is_one else cut(StoredView(tensor, self.block or (1, 1)))
+        scale = tensor[...]
+        if scale.numel() == 1:
+            return scale
+        return cut(StoredView(scale[:, None] if scale.dim() == 1 else scale, self.block or (1, 1)))
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Return True for few tokens and no bias, on a card whose tensor cores can take few tokens."""
