@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from folovllm.electives.quantization.config import REQUESTED
-from folovllm.electives.quantization.fp8 import Fp8
+from folovllm.electives.quantization.fp8 import Fp8, QuantizedRows
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
 from tests.contract import DEVICE
@@ -123,25 +124,40 @@ def test_one_token_is_rounded_alike(quantize_rows: Any, width: int, block: tuple
         assert relative(result, expected) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("block", [None, (128, 128)])
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 64, 129, 300])
-def test_a_layer_on_a_gpu(quantize_rows: Any, tokens: int, block: tuple[int, int] | None) -> None:
-    """All ways to multiply, with norm, gate and residual, against torch with the same rounding."""
+@pytest.mark.parametrize("tokens", [1, 2, 5, *(pytest.param(n, marks=pytest.mark.gpu) for n in (16, 64, 129, 300))])
+def test_a_layer(
+    quantize_rows: Any, tokens: int, block: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ways to multiply, with norm, gate and residual, against torch with the same rounding; and the product that follows."""
+    dtype, width, outputs = torch.bfloat16, 1024, 256
+    if DEVICE == "cpu":  # as on a card that multiplies FP8 by FP8
+        monkeypatch.setattr(Fp8, "multiplies_fp8", lambda *_: True)
+        dtype, width, outputs = torch.float16, 256, 128
     linear_method = Fp8("weight_scale", block, activations="dynamic")
-    weight, exact = made_up("fp8", 512, 1024, block)
-    exact = exact.to(DEVICE)
-    with torch.device(DEVICE):
-        torch.set_default_dtype(torch.bfloat16)
-        layer = LinearBase(1024, [256, 256], linear_method=linear_method)
-        torch.set_default_dtype(torch.float32)
-    layer.weight.data, layer.scale.data = weight.weight, weight.scale
-    x, residual = drawn((tokens, 1024), 1, torch.bfloat16), drawn((tokens, 512), 5, torch.bfloat16)
+
+    def layer_of(inputs: int, sizes: list[int]) -> tuple[LinearBase, torch.Tensor]:
+        weight, exact = made_up("fp8", sum(sizes), inputs, block)
+        with torch.device(DEVICE):
+            torch.set_default_dtype(dtype)
+            layer = LinearBase(inputs, sizes, linear_method=linear_method)
+            torch.set_default_dtype(torch.float32)
+        layer.weight.data, layer.scale.data = weight.weight, weight.scale / 8
+        return layer, exact.to(DEVICE) / 8
+
+    layer, exact = layer_of(width, [outputs, outputs])
+    x, residual = drawn((tokens, width), 1, dtype), drawn((tokens, 2 * outputs), 5, dtype)
     plain = rounded(x.float(), block and block[1]).double() @ exact.T
     gate, up = (plain * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6)).chunk(2, 1)
     assert linear_method.fuses(layer, x)
     assert relative(linear_method.apply(layer, x, residual=residual.clone()), plain + residual.double()) < 0.005
-    assert relative(linear_method.apply(layer, x, 1e-6, gated=True), F.silu(gate) * up) < 0.01
+    hidden = F.silu(gate) * up
+    assert relative(linear_method.apply(layer, x, 1e-6, gated=True), hidden) < 0.01
+    rows = replace(linear_method, rounds_gated=True).apply(layer, x, 1e-6, gated=True)
+    assert isinstance(rows, QuantizedRows) == (tokens > 1), "one token is rounded by the product itself"
+    (down, exact), added = layer_of(outputs, [outputs]), residual[:, :outputs]
+    expected = rounded(hidden.float(), block and block[1]).double() @ exact.T + added
+    assert relative(linear_method.apply(down, rows, residual=added.clone()), expected) < 0.05
 
 
 @pytest.mark.gpu

@@ -127,26 +127,16 @@ class Fp8(Scaled):
         fits = inputs % 16 == 0 and (group is None or inputs % group == group % 32 == 0)
         return fits and has_fp8(layer.weight.device) and self.is_aligned(layer)
 
-    def apply(
-        self,
-        layer: LinearBase,
-        x: torch.Tensor | QuantizedRows,
-        norm_eps: float | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As for all linear methods. Inputs that the product before has rounded are multiplied as they are."""
-        if isinstance(x, QuantizedRows):
-            return self.multiply(layer, x, residual)
-        return super().apply(layer, x, norm_eps, gated, residual)
-
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Return True where FP8 is multiplied by FP8, too: the kernel that rounds also norms."""
         return layer.bias is None and (self.multiplies_fp8(layer, layer.input_size) or super().fuses(layer, x))
 
     def fused(
-        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, layer: LinearBase, x: torch.Tensor | QuantizedRows, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
+    ) -> torch.Tensor:  # fmt: skip
+        """As for all linear methods. Inputs that the product before has rounded are multiplied as they are."""
+        if isinstance(x, QuantizedRows):
+            return self.multiply(layer, x, residual)
         if not self.multiplies_fp8(layer, layer.input_size):
             return super().fused(layer, x, norm_eps, gated, residual)
         from folovllm.electives.quantization.kernels.quant_gemv import can_round, quant_gemv
