@@ -23,14 +23,11 @@ class Int4Checkpoint(Int4):
     outputs_last: ClassVar[bool] = True  # each tensor is [inputs or groups, outputs], else the other way around
     packs_outputs: ClassVar[tuple[str, ...]]  # names of tensors whose words have eight neighbouring outputs
 
-    @staticmethod
-    def unpack(words: torch.Tensor, /) -> torch.Tensor:
-        """Return the codes [outputs, inputs] of a checkpoint's words."""
-        raise NotImplementedError
+    unpack = staticmethod(packing.unpack_words)  # of a checkpoint's words the codes [outputs, inputs]
 
     def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
         """Return the zeros [outputs, groups] of a checkpoint's words."""
-        raise NotImplementedError
+        return packing.unpack_words(words.t()).t()
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return words in the order of `pack_planes`, and scales and zeros as [outputs, groups]."""
@@ -63,10 +60,6 @@ class PackedInt4(Int4Checkpoint):
     ignores: ClassVar[tuple[str, ...]] = ("weight_shape",)
     outputs_last: ClassVar[bool] = False
     packs_outputs: ClassVar[tuple[str, ...]] = ("weight_zero_point",)
-    unpack = staticmethod(packing.unpack_words)
-
-    def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
-        return packing.unpack_words(words.t()).t()
 
 
 @dataclass(frozen=True)
