@@ -230,7 +230,8 @@ def library_product(weight: QuantizedWeight, dtype: torch.dtype) -> Callable[[to
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_of(weight).int(), 1)
     factors = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1)  # [groups, outputs, 2]
     factors, multiply = factors.to(torch.bfloat16).contiguous(), torch.ops.aten._weight_int4pack_mm_for_cpu
-    return lambda x: multiply(x.contiguous(), packed, weight.columns, factors)
+    group_size = weight.columns  # and nothing else of the weight, which is let go
+    return lambda x: multiply(x.contiguous(), packed, group_size, factors)
 
 
 def narrowest(numbers: torch.Tensor) -> torch.Tensor:
