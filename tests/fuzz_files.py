@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
-from folovllm.electives.quantization.gguf_reader import MAGIC, read_gguf
+from folovllm.electives.quantization.gguf_reader import read_gguf
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 from folovllm.electives.quantization.quantizer.run import quantize
 from tests.helpers import CHAT_TEMPLATE, tiny_checkpoint
@@ -270,7 +270,7 @@ def values_of(rng: Random, file: Path) -> None:
         if name in tensors:
             data += tensors[name].data.tobytes() + bytes(-tensors[name].data.nbytes % 32)
     head = b"".join(packed_text(key) + packed_value(value) for key, value in values.items())
-    whole = MAGIC + struct.pack("<IQQ", 3, len(infos), len(values)) + head + places
+    whole = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(values)) + head + places
     put(file, whole + bytes(-len(whole) % 32) + data)
 
 

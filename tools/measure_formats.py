@@ -16,7 +16,7 @@ from typing import Any
 
 from folovllm.apps.bench.serve import running
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.electives.quantization.config import integer_config
+from folovllm.electives.quantization.config import compressed_config
 from tools.beside_vllm import WEIGHTS, write_model
 from tools.gpu import in_turns, parser_of
 from tools.measure_step import prompts_time, step_time
@@ -25,9 +25,9 @@ PLAIN = "16-bit"
 GROUPS_OF_32 = {"strategy": "group", "group_size": 32}  # as Q8_0 and Q4_0 of a GGUF file become
 FORMATS: dict[str, dict[str, Any] | None] = {
     PLAIN: None, **WEIGHTS,
-    "int8": integer_config("int-quantized", num_bits=8, strategy="channel"),
-    "q8_0": integer_config("int-quantized", num_bits=8, **GROUPS_OF_32),
-    "q4_0": integer_config("pack-quantized", num_bits=4, **GROUPS_OF_32),
+    "int8": compressed_config("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "q8_0": compressed_config("int-quantized", {"num_bits": 8, **GROUPS_OF_32}),
+    "q4_0": compressed_config("pack-quantized", {"num_bits": 4, **GROUPS_OF_32}),
 }  # fmt: skip
 AT_ONCE, PROMPTS = [1, 2, 4, 8, 16, 32, 64, 128, 256], [512, 2048, 16_000]
 COMMON: dict[str, Any] = {

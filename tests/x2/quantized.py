@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from folovllm import EngineConfig
 from folovllm.electives.quantization import packing
 from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups
+from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.setup import set_up
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
+from tests.contract import DEVICE
 from tests.helpers import tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 
@@ -109,14 +111,14 @@ def compressed(
 
 
 def assert_ranks_hold_their_parts(coded: Path, random_weights: bool = False, **tolerance: float) -> None:
-    """Two ranks' attention and MLP of the second layer are those of the whole model."""
+    """Two ranks' attention and MLP of the last layer are those of the whole model."""
     fields = EngineConfig(model=str(coded), device="cpu", use_tqdm=False, random_weights=random_weights)
     setup = set_up(replace(fields, tensor_parallel_size=2))
-    whole: Any = load_native_model(set_up(fields)).model.layers[1]
+    whole: Any = load_native_model(set_up(fields)).model.layers[-1]
     x = torch.randn(3, setup.hf_config.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        layer: Any = load_sharded_model(setup, group).model.layers[1]
+        layer: Any = load_sharded_model(setup, group).model.layers[-1]
         return layer.self_attn.split_heads(layer.self_attn.qkv_proj(x))[0], layer.mlp(x)
 
     with torch.inference_mode():
@@ -125,6 +127,16 @@ def assert_ranks_hold_their_parts(coded: Path, random_weights: bool = False, **t
         torch.testing.assert_close(torch.cat([own for own, _ in ranks], dim=1), query, **tolerance)
         for _, summed in ranks:
             torch.testing.assert_close(summed, whole.mlp(x), **tolerance)
+
+
+def with_input_scale(quantize: Quantize) -> Quantize:
+    """The same with a scale for the layer's inputs."""
+
+    def both(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, floats = quantize(weight)
+        return parts | {"input_scale": torch.tensor(weight.shape[0] / 1000)}, floats
+
+    return both
 
 
 E4M3 = torch.float8_e4m3fn
@@ -137,6 +149,10 @@ BYTE_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
         {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["re:.*lm_head"]},
     ),
     "fp8 channel": (quantize_8(E4M3, "weight_scale", None), compressed(8, "float", "float-quantized", "channel")),
+    "fp8 static": (
+        with_input_scale(quantize_8(E4M3, "weight_scale", None)),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    ),
     "int8 channel": (quantize_8(torch.int8, "weight_scale", None), compressed(8, "int", "int-quantized", "channel")),
     "int8 packed": (
         packed(quantize_8(torch.int8, "weight_scale", None)),
@@ -206,6 +222,10 @@ INT4_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "gptq symmetric": (quantize(to_gptq, symmetric=True), GPTQ | {"sym": True}),
     "gptq v2": (quantize(to_gptq_v2), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "gptq sorted": (quantize(to_sorted_gptq), SORTED),
+    "gptq with groups left zero": (
+        quantize(lambda *codes: to_gptq(*codes) | {"g_idx": torch.zeros(codes[0].shape[1], dtype=torch.int32)}), GPTQ,
+    ),
+    "gptq without groups": (quantize(lambda *codes: {k: t for k, t in to_gptq(*codes).items() if k != "g_idx"}), GPTQ),
     "gptq rows": (quantize(to_gptq, None), SORTED | {"group_size": -1}),
     "awq": (quantize(to_awq), AWQ),
     "packed": (quantize(to_packed), PACKED),
@@ -226,6 +246,40 @@ def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
     largest = parts.abs().amax(-1, keepdim=True)
     scale, factor = (torch.where(largest > 0, y, 1.0) for y in (largest / 448, 448 / largest))
     return ((parts * factor).to(E4M3).float() * scale).flatten(1).to(x.dtype)
+
+
+def made_up(
+    kind: str, outputs: int, inputs: int, block: tuple[int, int] | None = None, zeros: str = "none"
+) -> tuple[QuantizedWeight, torch.Tensor]:
+    """A weight as kernels read it, of all codes that there are, and W in double precision, in which W[0, inputs // 3] is zero.
+
+    Codes of 4 bits may have zeros: "codes", or "minimums", with which no weight is zero.
+    """
+    generator, (rows, columns) = torch.Generator().manual_seed(inputs), block or (1, inputs)
+    shape = -(-outputs // rows), -(-inputs // columns)
+
+    def wide(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.double().repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+
+    scale = torch.rand(shape, generator=generator) + 0.1
+    if kind != "int4":
+        codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8, generator=generator)
+        codes = torch.where(codes & 0x7F == 0x7F, 5, codes).view(torch.int8 if kind == "int8" else E4M3)
+        codes[0, inputs // 3], scale = 0, scale / 200
+        return QuantizedWeight(codes.to(DEVICE), scale.to(DEVICE), rows, columns), codes.double() * wide(scale)
+    codes, scale = torch.randint(0, 16, (outputs, inputs), generator=generator).byte(), scale.half() / 50
+    zero = {
+        "none": torch.full(shape, 8),
+        "codes": torch.randint(0, 16, shape, generator=generator).byte(),
+        "minimums": torch.randn(shape, generator=generator).half() / 10,
+    }[zeros]
+    if zeros == "minimums":
+        weight = codes.double() * wide(scale) + wide(zero)
+    else:
+        codes[0, inputs // 3] = zero[0, inputs // 3 // columns]
+        weight = (codes.double() - wide(zero)) * wide(scale)
+    words, kept = packing.pack_planes(codes, columns), None if zeros == "none" else zero.to(DEVICE)
+    return QuantizedWeight(words.to(DEVICE), scale.to(DEVICE), 1, columns, kept), weight
 
 
 SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)

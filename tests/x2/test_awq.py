@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from folovllm.electives.quantization.quantizer.awq import output_error, search_clip, search_scale
 from folovllm.electives.quantization.quantizer.groups import round_groups
 from folovllm.electives.quantization.quantizer.methods import divide_norm, fold_scales
-from folovllm.electives.quantization.quantizer.one_layer import Checkpoint, OneLayer
+from folovllm.electives.quantization.quantizer.one_layer import OneLayer
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 
@@ -117,11 +118,9 @@ def test_folding_changes_weights_and_no_outputs(family: str) -> None:
     """Norms, biases and the layer before make up for it; also where K and V belong to each query head alone."""
     for kv_heads in (2, 4):
         path = tiny_checkpoint(family, hidden_size=64, intermediate_size=96, num_kv_heads=kv_heads, head_dim=16)
-        layer, checkpoint = (
-            OneLayer(AutoConfig.from_pretrained(path), torch.device("cpu"), 12),
-            Checkpoint(path),
-        )
-        layer.load(checkpoint.layer(0))
+        layer, prefix = OneLayer(AutoConfig.from_pretrained(path), torch.device("cpu"), 12), "model.layers.0."
+        stored = load_file(path / "model.safetensors")
+        layer.load({name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)})
         x = torch.randn(3, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 4, 64)
         before, inputs = layer.run(x), layer.inputs(x)
         weights = {name: linear.weight.clone() for name, linear in layer.linears.items()}

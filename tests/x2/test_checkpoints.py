@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.electives.quantization import linear_method
+from folovllm.electives.quantization.int4_checkpoints import Awq
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
+from folovllm.models.extra_tensors import repacked
 from folovllm.models.loader import load_native_model
 from tests.contract import DEVICE
-from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
 from tests.x2.quantized import (
     ALIGNED,
@@ -23,14 +27,24 @@ from tests.x2.quantized import (
     E4M3,
     FP8_BLOCKS,
     FP8_WIDE,
+    GPTQ,
+    GROUP,
     INT4_KINDS,
+    SORTED,
     assert_ranks_hold_their_parts,
+    quantize,
     quantize_8,
+    tiny,
+    to_awq,
+    to_sorted_gptq,
     write_quantized,
 )
 
 KINDS = BYTE_KINDS | INT4_KINDS
-SMALL_BLOCKS = quantize_8(E4M3, "weight_scale_inv", (8, 8)), FP8_BLOCKS | {"weight_block_size": [8, 8]}
+SMALL_BLOCKS, WIDE_BLOCKS = (
+    (quantize_8(E4M3, "weight_scale_inv", block), FP8_BLOCKS | {"weight_block_size": list(block)})
+    for block in ((8, 8), (24, 16))
+)
 
 
 def source(kind: str, family: str = "qwen3", inner: int = 96, **fields: object) -> Path:
@@ -127,6 +141,27 @@ def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
         assert_ranks_hold_their_parts(coded, random_weights=True, **tolerance)
 
 
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        *((kind, "") for kind in ("fp8 channel", "small blocks", "gptq", "awq", "packed")),
+        ("wide blocks", "cannot share self_attn.q_proj: .* whole blocks of 24 x 16"),
+        ("gptq sorted", r"inputs are sorted \(desc_act\)"),
+    ],
+)
+def test_a_checkpoint_with_merged_layers(kind: str, refused: str, tmp_path: Path) -> None:
+    """Phi-3's codes and scales of query, key and value are one tensor each. Two ranks share them, or are refused."""
+    merged = tiny_checkpoint("phi3", hidden_size=128, intermediate_size=128, num_hidden_layers=1)
+    written = {"small blocks": SMALL_BLOCKS, "wide blocks": WIDE_BLOCKS}.get(kind) or KINDS[kind]
+    coded, floats = write_quantized(merged, tmp_path, *written)
+    assert_same(Driver(coded), Driver(floats), {0: [5, 9, 3]})
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=2))
+    else:
+        assert_ranks_hold_their_parts(coded, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["fp8 wide", "fp8 channel", "int8 packed", "packed symmetric", "packed rows"])
 def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path) -> None:
     """In its own way, through the packages that it needs for it. Zeros of 4 bits it cannot read (transformers 5.23)."""
@@ -153,12 +188,32 @@ def with_nan(tensor: torch.Tensor) -> torch.Tensor:
         ("gptq", "qweight", lambda t: t[:-1], "NAME: weights of 4 bits in groups of 32 of 88 inputs"),
         ("gptq", "qzeros", lambda t: t.float(), "NAME' is stored as float32"),
         ("gptq sorted", "g_idx", lambda t: t + 100, "NAME: it does not put 32 inputs into each group"),
-        ("awq", "scales", lambda t: t.flatten(), "NAME: .* must have two dimensions"),
+        (
+            "gptq sorted",
+            "g_idx",
+            lambda t: t.index_fill(0, torch.tensor([40]), 0),
+            "NAME: it does not put 32 inputs into each group",
+        ),
+        ("awq", "scales", lambda t: t.flatten(), r"NAME' has shape \[192\], the model expects"),
+        ("awq", "qweight", lambda t: t.flatten(), "NAME: IndexError"),
+        ("packed", "weight_packed", lambda t: t[None], "NAME"),
+        ("gptq", "qzeros", lambda t: t[None], "NAME: .*t.. expects a tensor with <= 2 dimensions"),
         ("packed", "weight_scale", with_nan, "NAME' holds NaN"),
         ("packed symmetric", "weight_packed", lambda t: t[:, :-4], "NAME' has shape"),
         ("fp8 blocks", "weight_scale_inv", lambda t: t[:-1], r"NAME' has shape \[4, 10\], the model expects \[5, 10\]"),
+        (
+            "fp8 blocks",
+            "weight",
+            lambda t: t.view(torch.uint8).index_fill(1, torch.tensor([5]), 255).view(E4M3),
+            "NAME' holds NaN",
+        ),
         ("fp8 blocks", "weight_scale_inv", with_nan, "NAME' holds NaN"),
         ("fp8 tensor", "weight_scale", lambda t: t.repeat(2), r"NAME' has shape \[2, 1\]"),
+        ("fp8 static", "weight_scale", None, "lacks .*NAME"),
+        ("fp8 static", "weight_scale", lambda t: t[:3], r"NAME' has shape \[3, 1\]"),
+        ("fp8 static", "input_scale", None, "lacks .*NAME"),
+        ("fp8 static", "input_scale", lambda t: t * torch.nan, "NAME' holds NaN"),
+        ("fp8 static", "input_scale", lambda t: t.repeat(3), r"NAME' has shape \[3\]"),
         ("int8 channel", "weight_scale", None, "lacks .*NAME"),
         ("int8 packed", "weight_packed", lambda t: t.flatten(), "NAME' has shape"),
     ],
@@ -176,6 +231,33 @@ def test_a_bad_tensor_is_named(
         Driver(coded)
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "fields", "says"),
+    [
+        ("fp8 blocks", 1, {"quant_method": "quip"}, "quantized by 'quip'"),
+        (
+            "fp8 blocks",
+            2,
+            {"weight_block_size": [128, 128]},
+            "cannot share self_attn.q_proj: .* whole blocks of 128 x 128",
+        ),
+        *(("gptq", 1, {"bits": n}, f"gptq with {n} bits is not supported: with 4 it is") for n in (3, 8)),
+        *(("gptq", 1, {"group_size": n}, f"groups of {n} of 64 inputs are not supported") for n in (24, 48)),
+        ("gptq sorted", 2, {}, r"cannot share self_attn.q_proj: its inputs are sorted \(desc_act\)"),
+        ("gptq", 2, {}, r"cannot share mlp.down_proj: a rank's part \[64, 48\] would not hold whole groups"),
+        ("awq", 1, {"version": "gemv"}, "AWQ's version 'gemv'"),
+        ("gptq", 1, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq", 1, {"dynamic": {"+:.*": {"bits": 8}}}, "GPTQ checkpoints with dynamic are not"),
+    ],
+)
+def test_what_is_refused(kind: str, ranks: int, fields: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """Before a weight is read."""
+    coded, _ = write_quantized(source(kind), tmp_path, KINDS[kind][0], KINDS[kind][1] | fields)
+    (coded / "model.safetensors").write_bytes(bytes(10**6))
+    with pytest.raises(ValueError, match=says):
+        load_native_model(set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=ranks)))
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_random_weights(kind: str) -> None:
     model = tiny_checkpoint("qwen3", hidden_size=128, intermediate_size=256)
@@ -184,3 +266,46 @@ def test_random_weights(kind: str) -> None:
         if isinstance(module, LinearBase):
             assert "weight" not in dict(module.named_parameters()) or module.weight.dtype.itemsize == 1
             assert 0.015 < module.linear_method.dequantized(module, torch.float32).std() < 0.025
+
+
+@pytest.mark.parametrize("said", [False, None])
+def test_an_order_that_the_config_does_not_speak_of(said: bool | None, tmp_path: Path) -> None:
+    """Read as if inputs came in order, it would answer nonsense; the sentence tells what to do, and that works."""
+    coded, floats = write_quantized(tiny(), tmp_path, quantize(to_sorted_gptq), GPTQ | {"desc_act": said})
+    with pytest.raises(ValueError, match=r'proj.g_idx.* set "desc_act": true in the quantization_config'):
+        Driver(coded)
+    file = coded / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": SORTED}))
+    assert_logits_equal(Driver(coded).step({0: [5, 9]})[0], Driver(floats).step({0: [5, 9]})[0])
+
+
+def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
+    """Some GPTQ checkpoints have one for every layer. One that is not zero is a weight like others."""
+    coded, _ = write_quantized(tiny(), tmp_path, *KINDS["gptq"])
+    tensors, expected = load_file(coded / "model.safetensors"), Driver(coded).step({0: [5, 9]})[0]
+    tensors["model.layers.0.mlp.down_proj.bias"] = bias = torch.zeros(64)
+    save_file(tensors, coded / "model.safetensors")
+    assert torch.equal(Driver(coded).step({0: [5, 9]})[0], expected)
+    bias[3] = 1
+    save_file(tensors, coded / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj.bias', for which the model has no place"):
+        Driver(coded)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "packed rows"])
+def test_torch_multiplies_in_16_bits_on_cpu(kind: str, tmp_path: Path) -> None:
+    """Its scales are rounded as weights would be: as far from the truth as the same numbers in 16 bits."""
+    coded, floats = write_quantized(tiny(), tmp_path, *KINDS[kind])
+    tokens = prompts([20])[0]
+    ours = Driver(coded, dtype=torch.bfloat16)
+    assert any(m.int4.library for m in ours.model.modules() if isinstance(m, LinearBase))
+    logits = [driver.step({0: tokens})[0] for driver in (ours, Driver(floats, dtype=torch.bfloat16), Driver(floats))]
+    assert_as_accurate(*logits)
+
+
+@pytest.mark.parametrize("kind", ["qweight", "qzeros", "scales"])
+def test_codes_are_put_in_order_on_the_device_of_the_model(kind: str) -> None:
+    """On a GPU it is nothing; on the CPU beside it, a minute of a large model."""
+    parts = to_awq(*(torch.zeros(16, n, dtype=torch.uint8) for n in (64, 2, 2)))
+    view = torch.empty(16, 64 // {"qweight": 8}.get(kind, 32), device="meta")
+    assert repacked(f"layer.{kind}", parts[kind], Awq(GROUP), view).device.type == "meta"

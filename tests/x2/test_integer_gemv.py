@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from folovllm.electives.quantization.packing import pack_planes
 from tests.contract import DEVICE
+from tests.x2.quantized import made_up
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
@@ -22,26 +23,6 @@ DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of a result
 
 
-def made_up(kind: str, rows: int, width: int, group: int | None, zeros: bool) -> tuple[QuantizedWeight, torch.Tensor]:
-    """What the product takes of weights, and W in double precision. In row 0 the weight of input width // 3 is zero."""
-    generator = torch.Generator().manual_seed(width)
-    if kind == "int8":
-        codes = torch.randint(-128, 128, (rows, width), generator=generator).to(torch.int8)
-        codes[0, width // 3] = 0
-        scales = (torch.rand(rows, -(-width // (group or width)), generator=generator) + 0.1) / 1000
-        wide = scales.repeat_interleave(group or width, 1)[:, :width].double()
-        return QuantizedWeight(codes.to(DEVICE), scales.to(DEVICE), 1, group or width), codes.double() * wide
-    assert group is not None
-    codes = torch.randint(0, 16, (rows, width), generator=generator).byte()
-    scales = ((torch.rand(rows, width // group, generator=generator) + 0.1) / 100).half()
-    zero = torch.randint(0, 16, scales.shape, generator=generator).byte()
-    codes[0, width // 3] = zero[0, width // 3 // group] if zeros else 8
-    wide = scales.double().repeat_interleave(group, 1)
-    weight = (codes.double() - (zero.double().repeat_interleave(group, 1) if zeros else 8)) * wide
-    words = pack_planes(codes, group).to(DEVICE)
-    return QuantizedWeight(words, scales.to(DEVICE), 1, group, zero.to(DEVICE) if zeros else None), weight
-
-
 def assert_close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     """But for its own rounding, an output is off by 2^-21 of the largest input for each weight, and the rounding of sums."""
     x = x.double()
@@ -52,15 +33,17 @@ def assert_close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) ->
     assert ((actual.double().cpu() - exact).abs() <= allowed)[fits].all()
 
 
-SHAPES = [("int4", 256, 128, False), ("int4", 640, 128, True), ("int4", 1536, 256, False), ("int4", 384, 384, True),
-          ("int8", 144, None, False), ("int8", 1072, None, False), ("int8", 320, 64, False)]  # fmt: skip
+SHAPES: list[tuple[str, int, int, str]] = [
+    ("int4", 256, 128, "none"), ("int4", 640, 128, "codes"), ("int4", 1536, 256, "none"), ("int4", 384, 384, "codes"),
+    ("int8", 144, 144, "none"), ("int8", 1072, 1072, "none"), ("int8", 320, 64, "none"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "width", "group", "zeros"), SHAPES)
-def test_every_output_is_close(dtype: torch.dtype, kind: str, width: int, group: int, zeros: bool) -> None:
+def test_every_output_is_close(dtype: torch.dtype, kind: str, width: int, group: int, zeros: str) -> None:
     """One number is 10,000 times as large as the others, and in one row its weight is zero."""
-    given_, weight = made_up(kind, 5, width, group, zeros)
+    given_, weight = made_up(kind, 5, width, (1, group), zeros)
     x = torch.randn(1, width, generator=torch.Generator().manual_seed(1)) / 8
     x[:, width // 3] = 1250
     x = x.to(dtype)
@@ -68,9 +51,9 @@ def test_every_output_is_close(dtype: torch.dtype, kind: str, width: int, group:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", None)])
-def test_with_all_that_comes_before_and_after(dtype: torch.dtype, kind: str, group: int | None) -> None:
-    given_, weight = made_up(kind, 22, 512, group, False)
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", 512)])
+def test_with_all_that_comes_before_and_after(dtype: torch.dtype, kind: str, group: int) -> None:
+    given_, weight = made_up(kind, 22, 512, (1, group))
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(1, 512, generator=generator).to(dtype), torch.randn(1, 22, generator=generator).to(dtype)
     columns = torch.rand(512, generator=generator).to(dtype)
@@ -84,10 +67,10 @@ def test_with_all_that_comes_before_and_after(dtype: torch.dtype, kind: str, gro
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", None)])
-def test_what_is_no_number_stays_none(kind: str, group: int | None, number: float) -> None:
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", 256)])
+def test_what_is_no_number_stays_none(kind: str, group: int, number: float) -> None:
     """The outputs are not finite then."""
-    given_, _ = made_up(kind, 5, 256, group, False)
+    given_, _ = made_up(kind, 5, 256, (1, group))
     x = torch.randn(1, 256).to(DEVICE, torch.float16)
     x[0, 77] = number
     y = integer_gemv(x, given_)
@@ -99,7 +82,7 @@ def test_what_is_no_number_stays_none(kind: str, group: int | None, number: floa
 def test_any_size(shape: tuple, rows: int, exponent: int, seed: int) -> None:
     """Numbers of any size, some of them zero; a share may be all zeros."""
     kind, width, group, zeros = shape
-    given_, weight = made_up(kind, rows, width, group, zeros)
+    given_, weight = made_up(kind, rows, width, (1, group), zeros)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, width, generator=generator) * 2.0**exponent / 64
     x[torch.rand(x.shape, generator=generator) < 0.3] = 0
@@ -110,15 +93,15 @@ def test_any_size(shape: tuple, rows: int, exponent: int, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "width", "group", "zeros"),
-    [("int4", 256, 128, True), ("int8", 192, None, False), ("int8", 320, 64, False)],
+    [("int4", 256, 128, "codes"), ("int8", 192, 192, "none"), ("int8", 320, 64, "none")],
 )
 def test_programs_of_several_groups(
-    monkeypatch: pytest.MonkeyPatch, kind: str, width: int, group: int | None, zeros: bool
+    monkeypatch: pytest.MonkeyPatch, kind: str, width: int, group: int, zeros: str
 ) -> None:
     """As of large products. Of the last program's groups one is in part past the last row, and one wholly."""
     rows, tile = 38, module.kernel_config(38, width, kind, 1)
     monkeypatch.setattr(module, "kernel_config", lambda *size: tile | {"TIMES": 2})
-    given_, weight = made_up(kind, rows, width, group, zeros)
+    given_, weight = made_up(kind, rows, width, (1, group), zeros)
     generator = torch.Generator().manual_seed(2)
     x, residual = torch.randn(1, width, generator=generator).half(), torch.randn(1, rows, generator=generator).half()
     assert_close(integer_gemv(x.to(DEVICE), given_), x, weight)
@@ -160,7 +143,7 @@ def test_the_longest_rows_with_the_largest_codes_and_bytes(kind: str, width: int
 
 def test_one_token_goes_this_way() -> None:
     """`quant_gemv` hands it on."""
-    given_, _ = made_up("int4", 6, 256, 128, False)
+    given_, _ = made_up("int4", 6, 256, (1, 128))
     x = torch.randn(1, 256).to(DEVICE, torch.float16)
     assert torch.equal(quant_gemv(x, given_), integer_gemv(x, given_))
 

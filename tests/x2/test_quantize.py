@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from folovllm.apps.cli import main
 from folovllm.electives.quantization.quantizer.calibration import read_texts
-from folovllm.electives.quantization.quantizer.methods import method_for
-from folovllm.electives.quantization.quantizer.one_layer import PREFIX, Inputs
+from folovllm.electives.quantization.quantizer.folder import PREFIX
+from folovllm.electives.quantization.quantizer.methods import quantize_weight
+from folovllm.electives.quantization.quantizer.one_layer import Inputs
 from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
 from folovllm.electives.quantization.quantizer.perplexity import compare, perplexity, token_losses
 from folovllm.electives.quantization.quantizer.run import Report, quantize, rows_of
@@ -102,8 +103,7 @@ def test_codes_stand_for_the_weights_that_they_were_made_of(kind: str) -> None:
     w, x = torch.randn(64, 128, generator=generator), torch.randn(256, 128, generator=generator)
     inputs = Inputs(128, torch.device("cpu"))
     inputs.add(x * torch.linspace(0.5, 2, 128)[torch.randperm(128, generator=generator)])
-    method = method_for(options(kind), torch.float32)
-    tensors, found = method.quantize("mlp.down_proj", w, inputs)
+    tensors, found = quantize_weight(options(kind), "mlp.down_proj", w, torch.float16, inputs)
     torch.testing.assert_close(as_other_readers(tensors), found)
     assert (found - w).norm() < 0.2 * w.norm(), "so much is off where codes or scales are in another's place"
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from folovllm import EngineConfig
@@ -22,6 +20,32 @@ from folovllm.models.registry import build_model
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.x2.quantized import ALIGNED, BLOCK, E4M3, FP8_BLOCKS, FP8_WIDE, compressed, quantize_8, write_quantized
 from tests.x2.quantized import BYTE_KINDS as KINDS
+
+INT8 = compressed(8, "int", "int-quantized", "channel")
+IN_WHOLE = "whole numbers of at least 1 are needed"
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "quip"}, "quantized by 'quip'.*not supported: the known ones are fp8, .*compressed-tensors"),
+    ({"bits": 4}, "quantized by None"),
+    ({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme 'odd' is not supported"),
+    *(
+        ({"quant_method": "fp8", "weight_block_size": block}, f"a block of .* {IN_WHOLE}")
+        for block in ([0, 128], [-128, 128], ["128", "128"], [128.0, 128])
+    ),
+    ({"quant_method": "fp8", "modules_to_not_convert": ["re:["]}, "quantization_config in config.json: .*unterminated"),
+    ({"quant_method": "fp8", "modules_to_not_convert": [3]}, "cannot read the quantization_config"),
+    *(({"quant_method": "gptq", "bits": 4, "group_size": n}, f"group_size is {n!r}, where {IN_WHOLE}") for n in ("128", -32)),
+    *(
+        (compressed(4, "int", "pack-quantized", "group", group_size=size), f"group_size is .*{IN_WHOLE}")
+        for size in (0, -32, 128.0, "128", True)
+    ),
+    (compressed(4, "int", "pack-quantized", "group", group_size=32, actorder="group"), "whose actorder is not 'group'"),
+    (compressed(5, "int", "pack-quantized", "group"), "int5 pack-quantized are not supported"),
+    (compressed(8, "int", "int-quantized", "group", group_size=0), f"a block of .* {IN_WHOLE}"),
+    (compressed(8, "int", "int-quantized", "attn_head"), "strategy 'attn_head'"),
+    (compressed(8, "int", "int-quantized", "channel", symmetric=False), "asymmetric int8"),
+    (INT8 | {"config_groups": []}, "quantization_config"),
+    (INT8 | {"format": "marlin-24"}, "int8 marlin-24 are not"),
+]  # fmt: skip
 
 
 class TestWhatACheckpointSays:
@@ -47,44 +71,7 @@ class TestWhatACheckpointSays:
         assert self.linear_method_of(said, "model.layers.0.mlp.down_proj") is None
         assert self.linear_method_of(said, "model.layers.1.mlp.down_proj") == Int8()
 
-    @pytest.mark.parametrize(
-        ("said", "says"),
-        [
-            (
-                {"quant_method": "quip"},
-                "quantized by 'quip'.*not supported: the known ones are fp8, .*compressed-tensors",
-            ),
-            ({"bits": 4}, "quantized by None"),
-            ({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme 'odd' is not supported"),
-            (compressed(8, "int", "int-quantized", "channel") | {"config_groups": []}, "quantization_config"),
-            (compressed(5, "int", "pack-quantized", "group"), "int5 pack-quantized are not supported"),
-            *(
-                ({"quant_method": "fp8", "weight_block_size": block}, "a block of .* must be two whole numbers")
-                for block in ([0, 128], [-128, 128], ["128", "128"], [128.0, 128])
-            ),
-            (
-                {"quant_method": "fp8", "modules_to_not_convert": ["re:["]},
-                "cannot read the quantization_config in config.json: .*unterminated",
-            ),
-            (compressed(8, "int", "int-quantized", "group", group_size=0), "a block of .* must be two whole numbers"),
-            ({"quant_method": "fp8", "modules_to_not_convert": [3]}, "cannot read the quantization_config"),
-            (
-                {"quant_method": "gptq", "bits": 4, "group_size": "128"},
-                "group_size is '128', and must be a whole number",
-            ),
-            ({"quant_method": "gptq", "bits": 4, "group_size": -32}, "group_size is -32, and must be a whole number"),
-            *(
-                (
-                    compressed(4, "int", "pack-quantized", "group", group_size=size),
-                    "group_size is .*must be a whole number",
-                )
-                for size in (0, -32, 128.0, "128", True)
-            ),
-            (compressed(8, "int", "int-quantized", "channel") | {"format": "marlin-24"}, "int8 marlin-24 are not"),
-            (compressed(8, "int", "int-quantized", "attn_head"), "strategy 'attn_head'"),
-            (compressed(8, "int", "int-quantized", "channel", symmetric=False), "asymmetric int8"),
-        ],
-    )
+    @pytest.mark.parametrize(("said", "says"), UNKNOWN)
     def test_what_is_unknown_is_refused_by_its_name(self, said: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
             self.linear_method_of(said, "model.layers.0.mlp.down_proj")
@@ -97,90 +84,47 @@ class TestWhatACheckpointSays:
 
 def test_some_layers_stay_plain(tmp_path: Path) -> None:
     """A part of a layer may, and each name counts for itself."""
-    quantize, config = (
-        quantize_8(E4M3, "weight_scale", None),
-        compressed(
-            8,
-            "float",
-            "float-quantized",
-            "channel",
-            ("lm_head", "re:.*layers.1.self_attn.*", "model.layers.2.mlp.down_proj"),
-        ),
-    )
-    coded, floats = write_quantized(
-        tiny_checkpoint("qwen3"), tmp_path, quantize, config, ("layers.1.self_attn", "layers.2.mlp.down_proj")
-    )
-    ours, plain = Driver(coded), Driver(floats)
-    assert_logits_equal(ours.step({0: [5, 9, 3]})[0], plain.step({0: [5, 9, 3]})[0])
+    unquantized = ("lm_head", "re:.*layers.1.self_attn.*", "model.layers.2.mlp.down_proj")
+    config = compressed(8, "float", "float-quantized", "channel", unquantized)
+    plain = ("layers.1.self_attn", "layers.2.mlp.down_proj")
+    quantize = quantize_8(E4M3, "weight_scale", None)
+    coded, floats = write_quantized(tiny_checkpoint("qwen3"), tmp_path, quantize, config, plain)
+    ours = Driver(coded)
+    assert_logits_equal(ours.step({0: [5, 9, 3]})[0], Driver(floats).step({0: [5, 9, 3]})[0])
     layers: Any = ours.model.model.layers
     assert layers[1].self_attn.qkv_proj.weight.dtype == layers[2].mlp.down_proj.weight.dtype == torch.float32
     assert layers[1].mlp.gate_up_proj.weight.dtype == layers[2].mlp.gate_up_proj.weight.dtype == E4M3
 
 
-def altered(folder: Path, **fields: Any) -> Path:
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(said | fields))
-    return folder
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        (INT8, r"proj.weight' is stored as float8_e4m3fn, and config.json makes it int8"),
+        (None, r"stored as float8_e4m3fn: quantized weights that config.json does not speak of"),
+    ],
+)
+def test_what_is_stored_is_not_what_is_said(said: Any, says: str, tmp_path: Path) -> None:
+    quantize, _ = KINDS["fp8 blocks"]
+    coded, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, quantize, said)
+    with pytest.raises(ValueError, match=says):
+        Driver(coded)
 
 
-class TestRefusals:
-    @pytest.fixture
-    def coded(self, tmp_path: Path) -> Path:
-        return write_quantized(tiny_checkpoint("qwen3"), tmp_path, *KINDS["fp8 blocks"])[0]
-
-    def test_before_a_weight_is_read(self, coded: Path) -> None:
-        (coded / "model.safetensors").write_bytes(bytes(10**6))
-        altered(coded, quantization_config={"quant_method": "quip"})
-        with pytest.raises(ValueError, match="quantized by 'quip'"):
-            set_up(EngineConfig(model=str(coded), device="cpu"))
-
-    @pytest.mark.parametrize(
-        ("said", "says"),
-        [
-            (KINDS["int8 channel"][1], r"proj.weight' is stored as float8_e4m3fn, and config.json makes it int8"),
-            (None, r"stored as float8_e4m3fn: quantized weights that config.json does not speak of"),
-            (
-                FP8_BLOCKS | {"weight_block_size": [32, 8]},
-                r"weight_scale_inv' has shape \[\d+, \d+\], the model expects",
-            ),
-        ],
-    )
-    def test_what_is_stored_is_not_what_is_said(self, coded: Path, said: Any, says: str) -> None:
-        altered(coded, quantization_config=said)
-        with pytest.raises(ValueError, match=says):
-            Driver(coded)
-
-    def test_codes_that_are_no_number(self, coded: Path) -> None:
-        tensors = load_file(coded / "model.safetensors")
-        tensors["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[3, 5] = 0xFF
-        save_file(tensors, coded / "model.safetensors")
-        with pytest.raises(ValueError, match=r"1.mlp.up_proj.weight' holds NaN or infinity"):
-            Driver(coded)
-
-    def test_ranks_that_would_cut_blocks(self, coded: Path) -> None:
-        altered(coded, quantization_config=FP8_BLOCKS | {"weight_block_size": [128, 128]})
-        with pytest.raises(ValueError, match=r"cannot share self_attn.q_proj: .* whole blocks of 128 x 128"):
-            set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=2))
-
-
-class TestAsked:
-    def setup(self, **fields: Any) -> EngineSetup:
+def test_a_checkpoint_must_agree_with_what_is_asked_for(tmp_path: Path) -> None:
+    def setup(**fields: Any) -> EngineSetup:
         return set_up(EngineConfig(device="cpu", **fields))
 
-    def test_a_checkpoint_must_agree(self, tmp_path: Path) -> None:
-        coded, floats = (
-            str(path) for path in write_quantized(tiny_checkpoint("qwen3"), tmp_path, *KINDS["fp8 blocks"])
-        )
-        assert self.setup(model=coded, quantization="fp8").hf_config.quantization_config["quant_method"] == "fp8"
-        with pytest.raises(ValueError, match="'awq' was asked for, and this checkpoint is quantized by 'fp8'"):
-            self.setup(model=coded, quantization="awq")
-        assert self.setup(model=floats, quantization="fp8").hf_config.quantization_config["online"]
-        with pytest.raises(ValueError, match='a checkpoint in 16 bits needs model_impl="native"'):
-            self.setup(model=floats, quantization="fp8", milestone="m1")
-        with pytest.raises(ValueError, match="'awq' was asked for, and this checkpoint is not quantized"):
-            self.setup(model=floats, quantization="awq")
-        with pytest.raises(ValueError, match="'q' cannot be made up: choose one of fp8, int8"):
-            self.setup(model=floats, random_weights=True, quantization="q")
+    coded, floats = map(str, write_quantized(tiny_checkpoint("qwen3"), tmp_path, *KINDS["fp8 blocks"]))
+    assert setup(model=coded, quantization="fp8").hf_config.quantization_config["quant_method"] == "fp8"
+    assert setup(model=floats, quantization="fp8").hf_config.quantization_config["online"]
+    for fields, says in (
+        ({"model": coded, "quantization": "awq"}, "'awq' was asked for, and this checkpoint is quantized by 'fp8'"),
+        ({"model": floats, "quantization": "fp8", "milestone": "m1"}, 'a checkpoint in 16 bits needs model_impl="native"'),
+        ({"model": floats, "quantization": "awq"}, "'awq' was asked for, and this checkpoint is not quantized"),
+        ({"model": floats, "random_weights": True, "quantization": "q"}, "'q' cannot be made up: choose one of fp8, int8"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            setup(**fields)
 
 
 def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> None:

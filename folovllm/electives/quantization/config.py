@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 ROUTERS = ("gate", "shared_expert_gate")  # GPTQ and AWQ leave these unquantized and do not name them
 QuantConfig = Mapping[str, Any]  # a `quantization_config`
-# compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder; and of inputs
+# compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
 Scheme = Mapping[str, Any]
-INPUTS = "input_activations"
 ACTIVATIONS, ONLINE = "quantize_activations", "online"  # our own keys in a `quantization_config`
 
 
@@ -63,10 +62,8 @@ def read_gptq(quant_config: QuantConfig) -> LinearMethodOf:
     if odd := [name for name in ("dynamic", "lm_head") if quant_config.get(name)]:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
     size = int4_group_size("gptq", quant_config.get("bits"), quant_config)
-    layout_class = (
-        SortedGptq if quant_config.get("desc_act") and size else Gptq
-    )  # where a row is one group, no order matters
-    linear_method = layout_class(size, one_less=layout == "gptq")
+    is_sorted = quant_config.get("desc_act") and size  # where a row is one group, no order matters
+    linear_method = (SortedGptq if is_sorted else Gptq)(size, one_less=layout == "gptq")
     return lambda name: None if matches_any(name, ROUTERS) else linear_method
 
 
@@ -96,16 +93,8 @@ def read_compressed_tensors(quant_config: QuantConfig) -> LinearMethodOf:
     Raises:
         ValueError: a scheme is not supported; the sentence says which.
     """
-    groups = [
-        (
-            group["targets"],
-            method_of_scheme(
-                {**group["weights"], INPUTS: group.get(INPUTS)}, group.get("format") or quant_config.get("format")
-            ),
-        )
-        for group in quant_config["config_groups"].values()
-        if group.get("weights")
-    ]
+    layout, schemes = quant_config.get("format"), quant_config["config_groups"].values()
+    groups = [(group["targets"], method_of_group(group, layout)) for group in schemes if group.get("weights")]
 
     def linear_method_of(name: str) -> LinearMethod | None:
         if matches_any(name, quant_config.get("ignore") or []):
@@ -116,29 +105,29 @@ def read_compressed_tensors(quant_config: QuantConfig) -> LinearMethodOf:
     return linear_method_of
 
 
-def method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
-    """Return the linear method of a scheme of weights. `packing` is how the checkpoint stores them."""
+def method_of_group(group: Mapping[str, Any], layout: str | None) -> LinearMethod:
+    """Return the linear method of a group of layers. `layout` is how the checkpoint stores weights of groups that do not say so."""
+    scheme, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
     kind, is_symmetric = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}", scheme.get("symmetric", True)
-    match kind, packing:
+    match kind, layout:
         case "float8", "float-quantized" | "naive-quantized" if is_symmetric:
-            inputs = scheme[INPUTS]  # of 8 bits: with scales by token or group, or the checkpoint's own
+            # Inputs have 8 bits: with scales by token or group, or the checkpoint's own.
             activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
             return Fp8("weight_scale", block_of(scheme), activations=activations)
         case "int8", "int-quantized" | "naive-quantized" if is_symmetric:
             return Int8("weight_scale", block_of(scheme))
         case "int8", "pack-quantized" if is_symmetric:
             return PackedInt8("weight_scale", block_of(scheme))
-        case "int4", "pack-quantized":
-            if scheme.get("actorder") in ("group", True):  # the inputs of a group lie anywhere
-                raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
-            if (strategy := scheme.get("strategy")) not in ("group", "channel"):
-                raise ValueError(
-                    f"int4 weights with strategy {strategy!r} are not supported: 'group' and 'channel' are"
-                )
-            return PackedInt4(scheme["group_size"] if strategy == "group" else None, with_zeros=not is_symmetric)
+        case "int4", "pack-quantized" if scheme.get("actorder") not in (
+            "group",
+            True,
+        ):  # else a group's inputs lie anywhere
+            block = block_of(scheme)
+            return PackedInt4(block and block[1], with_zeros=not is_symmetric)
     raise ValueError(
-        f"weights quantized by compressed-tensors as {'' if is_symmetric else 'asymmetric '}{kind} {packing} are not supported: "
-        "known are symmetric float8 and int8, float-, int-, naive- or pack-quantized, and int4 pack-quantized"
+        f"weights quantized by compressed-tensors as {'' if is_symmetric else 'asymmetric '}{kind} {layout} are not supported: "
+        "known are symmetric float8 and int8, float-, int-, naive- or pack-quantized, and int4 pack-quantized whose actorder "
+        "is not 'group'"
     )
 
 
@@ -165,20 +154,22 @@ READERS: dict[str, Callable[[QuantConfig], LinearMethodOf]] = {  # by `quant_met
 }
 
 
-def integer_config(layout: str, **weights: Any) -> dict[str, Any]:
-    """Return the `quantization_config` of integers in one of compressed-tensors' layouts; routers are not quantized."""
-    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
+def compressed_config(
+    layout: str, weights: Scheme, inputs: Scheme | None = None, ignore: Sequence[str] = ("re:.*gate$",)
+) -> dict[str, Any]:
+    """Return the `quantization_config` of one of compressed-tensors' layouts, as llm-compressor writes it."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": layout, "ignore": ["re:.*gate$"], "config_groups": {"0": group}
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed", "ignore": list(ignore),
+        "config_groups": {"group_0": group},
     }  # fmt: skip
 
 
-REQUESTED: dict[
-    str, QuantConfig
-] = {  # by `EngineConfig.quantization`, for random weights; FP8 for a checkpoint in 16 bits, too
+# By `EngineConfig.quantization`, for random weights; FP8 for a checkpoint in 16 bits, too.
+REQUESTED: dict[str, QuantConfig] = {
     "fp8": {"quant_method": "fp8", ONLINE: True, "modules_to_not_convert": ROUTERS},
-    "int8": integer_config("int-quantized", num_bits=8, strategy="channel"),
-    "int4": integer_config("pack-quantized", num_bits=4, strategy="group", group_size=128),
+    "int8": compressed_config("int-quantized", {"type": "int", "num_bits": 8, "strategy": "channel"}),
+    "int4": compressed_config("pack-quantized", {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}),
 }
 
 
@@ -233,12 +224,12 @@ class CheckpointQuantization(Quantization):
     ) -> LinearMethodOf | None:
         if (quant_config := quant_config_of(hf_config)) is None:
             return None
-        method = str(quant_config.get("quant_method"))
+        method = quant_config.get("quant_method")
         with reading("the quantization_config in config.json"):
             if method not in READERS:
                 raise ValueError(
-                    f"this checkpoint is quantized by {quant_config.get('quant_method')!r} (quant_method in its config.json), which "
-                    f"is not supported: the known ones are {', '.join(READERS)}"
+                    f"this checkpoint is quantized by {method!r} (quant_method), which is not supported: the known ones are "
+                    f"{', '.join(READERS)}"
                 )
             checkpoint_method_of = READERS[method](quant_config)
 

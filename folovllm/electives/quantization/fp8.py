@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 
+from folovllm.electives.quantization.linear_method import Dtypes
 from folovllm.electives.quantization.scaled import Scaled
 from folovllm.electives.quantization.weight import has_fp8
 from folovllm.layers.linear import FLOATS
@@ -51,7 +52,7 @@ class Fp8(Scaled):
     rounds_gated: bool = False
 
     codes = torch.float8_e4m3fn
-    code_names = ("F8_E4M3",)
+    dtypes: ClassVar[Dtypes] = {"weight": ("F8_E4M3",)}
     random_std = 64.0
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Fp8(Scaled):
         return {"weight": torch.split(cast(torch.Tensor, layer.floats), layer.output_sizes)}
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        return FLOATS if self.online or kind == "input_scale" else super().stored(kind)
+        return FLOATS if self.online else super().stored(kind)
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         is_one = kind == "input_scale" and tensor.numel() == 1
@@ -126,26 +127,16 @@ class Fp8(Scaled):
         fits = inputs % 16 == 0 and (group is None or inputs % group == group % 32 == 0)
         return fits and has_fp8(layer.weight.device) and self.is_aligned(layer)
 
-    def apply(
-        self,
-        layer: LinearBase,
-        x: torch.Tensor | QuantizedRows,
-        norm_eps: float | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As for all linear methods. Inputs that the product before has rounded are multiplied as they are."""
-        if isinstance(x, QuantizedRows):
-            return self.multiply(layer, x, residual)
-        return super().apply(layer, x, norm_eps, gated, residual)
-
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Return True where FP8 is multiplied by FP8, too: the kernel that rounds also norms."""
         return layer.bias is None and (self.multiplies_fp8(layer, layer.input_size) or super().fuses(layer, x))
 
     def fused(
-        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, layer: LinearBase, x: torch.Tensor | QuantizedRows, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
+    ) -> torch.Tensor:  # fmt: skip
+        """As for all linear methods. Inputs that the product before has rounded are multiplied as they are."""
+        if isinstance(x, QuantizedRows):
+            return self.multiply(layer, x, residual)
         if not self.multiplies_fp8(layer, layer.input_size):
             return super().fused(layer, x, norm_eps, gated, residual)
         from folovllm.electives.quantization.kernels.quant_gemv import can_round, quant_gemv

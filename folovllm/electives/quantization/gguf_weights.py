@@ -41,11 +41,8 @@ def q4_0(blocks: torch.Tensor) -> Tensors:
 
 def q4_1(blocks: torch.Tensor) -> Tensors:
     """32 inputs: a scale, a minimum, codes."""
-    return {
-        "words": pack_nibbles(blocks[..., 4:]),
-        "scales": as_float16(blocks[..., :2]),
-        "zeros": as_float16(blocks[..., 2:4]),
-    }
+    scales, minimums = as_float16(blocks[..., :2]), as_float16(blocks[..., 2:4])
+    return {"words": pack_nibbles(blocks[..., 4:]), "scales": scales, "zeros": minimums}
 
 
 def q4_k(blocks: torch.Tensor) -> Tensors:
@@ -68,15 +65,11 @@ def q8_0(blocks: torch.Tensor) -> Tensors:
 
 def q6_k(blocks: torch.Tensor) -> Tensors:
     """256 inputs: the lower 4 bits of all codes, the upper 2, 16 scales of 8 bits, the scale of these."""
-    low, high, scales = (
-        blocks[..., :128].unflatten(-1, (2, 64)),
-        blocks[..., 128:192].unflatten(-1, (2, 32)),
-        blocks[..., 192:208],
-    )
+    low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 32))
     fours = torch.stack((low & 15, low >> 4), -2).unflatten(-1, (2, 32)).flatten(-3, -2)  # [..., 2, 4, 32]
     twos = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], -2)
     codes = (fours | twos << 4).to(torch.int8) - 32
-    scale = as_float16(blocks[..., 208:])[..., None].float() * scales.contiguous().view(torch.int8)
+    scale = as_float16(blocks[..., 208:])[..., None].float() * blocks[..., 192:208].contiguous().view(torch.int8)
     return {"weight": codes.flatten(1), "weight_scale": scale.flatten(1)}
 
 
@@ -121,16 +114,16 @@ def quantized_weights(
     Raises:
         ValueError: a projection cannot be repacked.
     """
+    from gguf import GGML_QUANT_SIZES
+
     all_types = {name.removesuffix(".weight"): tensor.tensor_type.name for name, tensor in tensors.items()}
-    types = {
-        name: kind
-        for name, kind in all_types.items()
-        if kind in TYPES and name.endswith("proj") and has_one_type(name, all_types)
-    }
+    types = {n: t for n, t in all_types.items() if t in TYPES and n.endswith("proj") and has_one_type(n, all_types)}
     weights: Tensors = {}
     for name, kind in types.items():
         with reading(file, name):
-            blocks = blocks_of(tensors[f"{name}.weight"])
+            stored = tensors[f"{name}.weight"]
+            _, size = GGML_QUANT_SIZES[stored.tensor_type]  # bytes of a block
+            blocks = torch.tensor(stored.data).reshape(len(stored.data), -1, size)
             for part, content in TYPES[kind].split(blocks).items():
                 weights[f"{name}.{part}"] = in_hf_order(f"{name}.weight", content).contiguous()
     return weights, types
@@ -141,11 +134,3 @@ def has_one_type(name: str, types: Mapping[str, str]) -> bool:
     parent, _, leaf = name.rpartition(".")
     merged = next((parts for parts in MERGED if leaf in parts), (leaf,))
     return len({types.get(f"{parent}.{part}") for part in merged}) == 1
-
-
-def blocks_of(tensor: ReaderTensor) -> torch.Tensor:
-    """Return the bytes of a tensor, [outputs, blocks, bytes of a block]."""
-    from gguf import GGML_QUANT_SIZES
-
-    _, size = GGML_QUANT_SIZES[tensor.tensor_type]
-    return torch.tensor(tensor.data).reshape(len(tensor.data), -1, size)

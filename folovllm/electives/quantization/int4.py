@@ -5,18 +5,16 @@ Checkpoints have several layouts (`int4_checkpoints`). Loading brings all into t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
 from folovllm.electives.quantization import packing
-from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, rows_of
+from folovllm.electives.quantization.linear_method import Dtypes, QuantizedLinearMethod, require_sizes, rows_of
 from folovllm.electives.quantization.weight import QuantizedWeight
-from folovllm.engine.require import is_whole
 from folovllm.layers.fusable import ALL
-from folovllm.layers.linear import FLOATS
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
@@ -41,12 +39,11 @@ class Int4(QuantizedLinearMethod):
     with_minimum: bool = False
 
     names: ClassVar[tuple[str, str, str]] = ("words", "scales", "zeros")  # as a checkpoint calls them
+    dtypes: ClassVar[Dtypes] = {"words": ("I32",)}
     order_name: ClassVar[str | None] = None  # what says which group an input is in
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a checkpoint's group is none."""
-        if self.group_size is not None and not (is_whole(self.group_size) and self.group_size > 0):
-            raise ValueError(f"group_size is {self.group_size!r}, and must be a whole number of at least 1")
+        require_sizes("group_size", 1 if self.group_size is None else self.group_size)
 
     def create(self, layer: LinearBase) -> None:
         """Make words, float32 scales, and zeros."""
@@ -79,17 +76,6 @@ class Int4(QuantizedLinearMethod):
         if self.order_name is not None and order is not None:
             views[self.order_name] = tuple(order)
         return views
-
-    def stored(self, kind: str) -> tuple[str, ...]:
-        """Return the dtypes that a tensor of the checkpoint may have: words and zeros are int32, all else floats."""
-        words, _, zeros = self.names
-        return ("I32",) if kind == words or (kind == zeros and not self.with_minimum) else FLOATS
-
-    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the tensor. Raises ValueError where codes, scales or zeros are no matrix, which cannot be transposed."""
-        if kind in self.names and tensor.dim() != 2:
-            raise ValueError(f"{kind!r} in 4 bits has shape {list(tensor.shape)}, and must have two dimensions")
-        return tensor
 
     def check_part(self, outputs: int, inputs: int) -> None:
         """Raise ValueError unless ranks can have whole groups and whole words."""
@@ -128,10 +114,10 @@ class Int4(QuantizedLinearMethod):
             zeros = narrowest(zeros)
         elif zeros is not None and (zeros == 8).all():
             zeros = None
-        kept.weight = weight = replace(weight, scale=narrowest(weight.scale), zeros=zeros)
+        weight = replace(weight, scale=narrowest(weight.scale), zeros=zeros)
         is_stack = getattr(layer, "is_stack", False)  # of which single experts are unpacked
-        if not is_stack and LibraryWeight.is_supported(weight, layer.dtype):
-            kept.library, kept.weight = LibraryWeight(weight), None
+        kept.library = None if is_stack else library_product(weight, layer.dtype)
+        kept.weight = None if kept.library else weight
 
     def check_stack(self, layer: LinearBase) -> None:
         """Raise ValueError where parts have their inputs in different orders."""
@@ -157,7 +143,7 @@ class Int4(QuantizedLinearMethod):
     def product_without_kernels(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
         if (library := int4_of(layer).library) is None:
             return super().product_without_kernels(layer, x)
-        y = library.product(x)
+        y = library(x)
         return y if layer.bias is None else y.add_(layer.bias)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
@@ -183,12 +169,12 @@ class Int4Weight:
     Attributes:
         weight: as kernels read it. None where `library` has it.
         order: [inputs], or None: the input that W's first column is for, its second, ...
-        library: as torch's kernel on CPU takes it.
+        library: what multiplies by torch's kernel on CPU, in its own layout.
     """
 
     weight: QuantizedWeight | None
     order: torch.Tensor | None = None
-    library: LibraryWeight | None = None
+    library: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def sort(self, name: str) -> None:
         """Sort the inputs by group. Before, `order` [parts, inputs] is the group of each; afterwards it is the order, or None.
@@ -231,32 +217,21 @@ def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     return codes.mul_(scales[..., None]).add_(minimums[..., None]).flatten(1).to(dtype)
 
 
-class LibraryWeight:
-    """A weight as torch's kernel for 4 bits on CPU takes it, which rounds scales and minimums to bfloat16.
+def library_product(weight: QuantizedWeight, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what multiplies `x` by W^T with torch's kernel for 4 bits on CPU; None where it does not take the weight, or is slow.
 
-    In other dtypes that kernel is slower than unpacking the codes.
+    It rounds scales and minimums to bfloat16: its W is (code - 8) * scale + minimum. In other dtypes it is slower than
+    unpacking the codes.
     """
-
-    def __init__(self, weight: QuantizedWeight) -> None:
-        """Repack the weight. The kernel's W is (code - 8) * scale + minimum."""
-        scales, minimums = scales_and_minimums(weight)
-        self.group_size = weight.columns
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_of(weight).int(), 1)
-        scales = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1)  # [groups, outputs, 2]
-        self.scales = scales.to(torch.bfloat16).contiguous()
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T."""
-        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), self.packed, self.group_size, self.scales
-        )
-        return y
-
-    @staticmethod
-    def is_supported(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-        """Return whether the kernel takes such a weight on its device, for activations of `dtype`, and is fast."""
-        is_fast = weight.scale.device.type == "cpu" and dtype == torch.bfloat16
-        return is_fast and len(weight.scale) % 16 == 0 and weight.columns in (32, 64, 128, 256)
+    is_fast = weight.scale.device.type == "cpu" and dtype == torch.bfloat16
+    if not is_fast or len(weight.scale) % 16 or weight.columns not in (32, 64, 128, 256):
+        return None
+    scales, minimums = scales_and_minimums(weight)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_of(weight).int(), 1)
+    factors = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1)  # [groups, outputs, 2]
+    factors, multiply = factors.to(torch.bfloat16).contiguous(), torch.ops.aten._weight_int4pack_mm_for_cpu
+    group_size = weight.columns  # and nothing else of the weight, which is let go
+    return lambda x: multiply(x.contiguous(), packed, group_size, factors)
 
 
 def narrowest(numbers: torch.Tensor) -> torch.Tensor:

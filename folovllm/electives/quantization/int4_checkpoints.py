@@ -9,7 +9,7 @@ import torch
 
 from folovllm.electives.quantization import packing
 from folovllm.electives.quantization.int4 import Int4
-from folovllm.electives.quantization.linear_method import StoredView
+from folovllm.electives.quantization.linear_method import Dtypes, StoredView
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -23,18 +23,14 @@ class Int4Checkpoint(Int4):
     outputs_last: ClassVar[bool] = True  # each tensor is [inputs or groups, outputs], else the other way around
     packs_outputs: ClassVar[tuple[str, ...]]  # names of tensors whose words have eight neighbouring outputs
 
-    @staticmethod
-    def unpack(words: torch.Tensor, /) -> torch.Tensor:
-        """Return the codes [outputs, inputs] of a checkpoint's words."""
-        raise NotImplementedError
+    unpack = staticmethod(packing.unpack_words)  # of a checkpoint's words the codes [outputs, inputs]
 
     def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
         """Return the zeros [outputs, groups] of a checkpoint's words."""
-        raise NotImplementedError
+        return packing.unpack_words(words.t()).t()
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return words in the order of `pack_planes`, and scales and zeros as [outputs, groups]."""
-        tensor = super().repack(kind, tensor, shape)
         words, scales, zeros = self.names
         if kind == words:
             codes = self.unpack(tensor)
@@ -47,8 +43,8 @@ class Int4Checkpoint(Int4):
         """Cut words, scales and zeros as [outputs, inputs or groups]."""
         if kind not in self.names:
             return cut(tensor)
-        packed = packing.PER_WORD if kind in self.packs_outputs else 1
-        part = cut(StoredView(tensor, (packed, 1), int(self.outputs_last)))
+        packed, stored = packing.PER_WORD if kind in self.packs_outputs else 1, tensor[...]
+        part = cut(StoredView(stored.t() if self.outputs_last else stored, (packed, 1)))
         return part.t() if self.outputs_last else part
 
     def shard_filled(self, kind: str, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -60,13 +56,10 @@ class PackedInt4(Int4Checkpoint):
     """compressed-tensors' pack-quantized: words have eight neighbouring inputs, those of zeros eight neighbouring outputs."""
 
     names: ClassVar[tuple[str, str, str]] = ("weight_packed", "weight_scale", "weight_zero_point")
+    dtypes: ClassVar[Dtypes] = dict.fromkeys(("weight_packed", "weight_zero_point"), ("I32",))
     ignores: ClassVar[tuple[str, ...]] = ("weight_shape",)
     outputs_last: ClassVar[bool] = False
     packs_outputs: ClassVar[tuple[str, ...]] = ("weight_zero_point",)
-    unpack = staticmethod(packing.unpack_words)
-
-    def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
-        return packing.unpack_words(words.t()).t()
 
 
 @dataclass(frozen=True)
@@ -81,6 +74,7 @@ class Gptq(Int4Checkpoint):
     one_less: bool = True
 
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
+    dtypes: ClassVar[Dtypes] = dict.fromkeys(("qweight", "qzeros"), ("I32",))
     ignores: ClassVar[tuple[str, ...]] = ("g_idx",)
     packs_outputs: ClassVar[tuple[str, ...]] = ("qzeros",)
     unpack = staticmethod(packing.unpack_gptq)
@@ -103,10 +97,8 @@ class SortedGptq(Gptq):
     """GPTQ's with `desc_act`: it quantized the inputs that matter most first, so a group's inputs lie anywhere."""
 
     order_name: ClassVar[str | None] = "g_idx"
+    dtypes: ClassVar[Dtypes] = {**Gptq.dtypes, "g_idx": ("I32",)}
     ignores: ClassVar[tuple[str, ...]] = ()
-
-    def stored(self, kind: str) -> tuple[str, ...]:
-        return ("I32",) if kind == "g_idx" else super().stored(kind)
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Raise ValueError unless `g_idx` puts as many inputs into each group."""
@@ -128,6 +120,7 @@ class Awq(Int4Checkpoint):
     with_zeros: bool = True
 
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
+    dtypes: ClassVar[Dtypes] = dict.fromkeys(("qweight", "qzeros"), ("I32",))
     packs_outputs: ClassVar[tuple[str, ...]] = ("qweight", "qzeros")
     unpack = staticmethod(packing.unpack_awq)
 

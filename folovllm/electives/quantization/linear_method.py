@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from folovllm.engine.require import is_whole
 from folovllm.layers.fusable import ALL, FusableLinearMethod
+from folovllm.layers.linear import FLOATS
 
 if TYPE_CHECKING:
-    from folovllm.distributed.sharding import Weight
     from folovllm.electives.quantization.weight import QuantizedWeight
     from folovllm.layers.linear import LinearBase
+
+
+Dtypes = Mapping[str, tuple[str, ...]]  # by the kind of a tensor, as safetensors call them
 
 
 class QuantizedLinearMethod(FusableLinearMethod):
@@ -22,6 +26,13 @@ class QuantizedLinearMethod(FusableLinearMethod):
 
     Factors of the inputs cannot be folded into quantized weights. They are kept: `layer.columns` [inputs], or None.
     """
+
+    dtypes: ClassVar[
+        Mapping[str, tuple[str, ...]]
+    ] = {}  # of kinds of tensors that are no floats, as safetensors call them
+
+    def stored(self, kind: str) -> tuple[str, ...]:
+        return self.dtypes.get(kind, FLOATS)
 
     def create(self, layer: LinearBase) -> None:
         layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
@@ -104,26 +115,19 @@ class QuantizedLinearMethod(FusableLinearMethod):
 
 
 class StoredView:
-    """A checkpoint's tensor seen as [outputs, inputs], whose numbers stand for `units` of outputs and of inputs each.
+    """A checkpoint's matrix seen as [outputs, inputs], whose numbers stand for `units` of outputs and of inputs each.
 
-    An index is in outputs and inputs, and begins and ends between units; what it gives has as many dimensions as the tensor. If
-    all inputs share a number, every rank has it.
+    An index is in outputs and inputs, and begins and ends between units. If all inputs share a number, every rank has it.
     """
 
-    def __init__(self, stored: Weight, units: tuple[int, int], outputs: int = 0) -> None:
-        """`outputs`: which dimension they are. A tensor of one dimension has a number for each output."""
-        self.stored, self.units, self.outputs = stored, units, outputs
-        others = stored.shape[1 - outputs] if len(stored.shape) == 2 else 1
-        self.shape = torch.Size([stored.shape[outputs] * units[0], others * units[1]])
-        self._is_shared = others == 1
+    def __init__(self, stored: torch.Tensor, units: tuple[int, int]) -> None:
+        self.stored, self.units = stored, units
+        self.shape = torch.Size(size * unit for size, unit in zip(stored.shape, units, strict=True))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        rows = shrunk(rows, self.units[0])
-        if len(self.stored.shape) == 1:
-            return self.stored[rows]
-        slices = rows, (slice(None) if self._is_shared else shrunk(columns, self.units[1]))
-        return self.stored[slices] if self.outputs == 0 else self.stored[slices[::-1]].t()
+        is_shared = self.stored.shape[1] == 1
+        return self.stored[shrunk(rows, self.units[0]), slice(None) if is_shared else shrunk(columns, self.units[1])]
 
 
 def shrunk(span: slice, size: int) -> slice:
@@ -137,6 +141,12 @@ def rows_of(sizes: Sequence[int], parts: slice) -> slice:
     """Return the rows of some parts; `sizes` has the rows of each part."""
     first, end, _ = parts.indices(len(sizes))
     return slice(sum(sizes[:first]), sum(sizes[:end]))
+
+
+def require_sizes(what: str, *sizes: object) -> None:
+    """Raise ValueError unless all sizes that a checkpoint's configuration names are whole numbers of at least 1."""
+    if not all(is_whole(size) and size > 0 for size in sizes):  # type: ignore[operator]
+        raise ValueError(f"{what} is {', '.join(map(repr, sizes))}, where whole numbers of at least 1 are needed")
 
 
 def on_gpu(x: torch.Tensor) -> bool:

@@ -49,9 +49,9 @@ def pack_gptq(codes: torch.Tensor) -> torch.Tensor:
     return pack_words(codes).t().contiguous()
 
 
-def unpack_gptq(qweight: torch.Tensor) -> torch.Tensor:
+def unpack_gptq(words: torch.Tensor) -> torch.Tensor:
     """[inputs / 8, outputs] -> codes [outputs, inputs]."""
-    return unpack_words(qweight.t())
+    return unpack_words(words.t())
 
 
 def pack_gptq_zeros(zeros: torch.Tensor) -> torch.Tensor:

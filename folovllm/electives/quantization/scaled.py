@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, StoredView, rows_of
+from folovllm.electives.quantization.linear_method import (
+    Dtypes,
+    QuantizedLinearMethod,
+    StoredView,
+    require_sizes,
+    rows_of,
+)
 from folovllm.electives.quantization.weight import QuantizedWeight
-from folovllm.engine.require import is_whole
 from folovllm.layers.fusable import ALL
-from folovllm.layers.linear import FLOATS
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -42,17 +46,13 @@ class Scaled(QuantizedLinearMethod):
     block: tuple[int, int] | None = None
 
     codes: ClassVar[torch.dtype]
-    code_names: ClassVar[tuple[str, ...]]  # the dtype as safetensors call it
+    weight_name: ClassVar[str] = "weight"  # what the checkpoint calls the codes
     random_std: ClassVar[float]  # standard deviation of made-up codes
     # Activations stay as they are, and codes of which zero is zero need none to be named.
     ignores: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "weight_zero_point")
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a checkpoint's block is none."""
-        if self.block is not None and not all(is_whole(size) and size > 0 for size in self.block):
-            raise ValueError(
-                f"a block of weights with a scale is {self.block}, and must be two whole numbers of at least 1"
-            )
+        require_sizes("a block of weights with a scale", *(self.block or ()))
 
     def create(self, layer: LinearBase) -> None:
         """Make the codes, and the scales: [outputs, 1], or a row for each row of blocks. A part begins a new row."""
@@ -75,11 +75,7 @@ class Scaled(QuantizedLinearMethod):
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Return the rows of each part, of codes and of scales."""
         codes = torch.split(layer.weight.data, layer.output_sizes)
-        return {"weight": codes, self.scale_name: torch.split(layer.scale.data, self.scale_rows(layer))}
-
-    def stored(self, kind: str) -> tuple[str, ...]:
-        """Return the dtypes that a tensor of the checkpoint may have: codes have their own, scales any float."""
-        return self.code_names if kind == "weight" else FLOATS
+        return {self.weight_name: codes, self.scale_name: torch.split(layer.scale.data, self.scale_rows(layer))}
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """A single scale, [] or [1], is that of all outputs; one for each output may come without its last dimension."""
@@ -93,7 +89,7 @@ class Scaled(QuantizedLinearMethod):
         """Make up codes with a standard deviation of `random_std`, and scales that bring it to 0.02."""
         if kind == self.scale_name:
             tensor.fill_(0.02 / self.random_std)
-        elif kind == "weight":
+        elif kind == self.weight_name:
             drawn = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, self.random_std, generator=generator)
             tensor.copy_(drawn.clamp_(-127, 127))
         else:
@@ -114,9 +110,10 @@ class Scaled(QuantizedLinearMethod):
         """Cut codes and scales. A single scale is kept by all ranks."""
         if kind != self.scale_name:
             return cut(tensor)
-        if tensor.shape.numel() == 1:
-            return tensor[:] if tensor.shape else tensor[...]
-        return cut(StoredView(tensor, self.block or (1, 1)))
+        scale = tensor[...]
+        if scale.numel() == 1:
+            return scale
+        return cut(StoredView(scale[:, None] if scale.dim() == 1 else scale, self.block or (1, 1)))
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Return True for few tokens and no bias, on a card whose tensor cores can take few tokens."""
@@ -166,7 +163,7 @@ class Int8(Scaled):
     """Codes are int8. Activations stay as they are."""
 
     codes = torch.int8
-    code_names = ("I8",)
+    dtypes: ClassVar[Dtypes] = {"weight": ("I8",)}
     random_std = 32.0
 
 
@@ -174,22 +171,12 @@ class Int8(Scaled):
 class PackedInt8(Int8):
     """The checkpoint has four codes in an int32, the first in its lowest byte, and 128 more than they are."""
 
+    weight_name = "weight_packed"
+    dtypes: ClassVar[Dtypes] = {"weight_packed": ("I32",)}
     ignores = (*Int8.ignores, "weight_shape")
 
-    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
-        """Codes are seen in fours."""
-        if layer.input_size % 4:
-            raise ValueError(f"packed weights of 8 bits need a multiple of 4 inputs, not {layer.input_size}")
-        views = super().weight_views(layer)
-        return {"weight_packed": [part.view(torch.int32) for part in views.pop("weight")], **views}
-
-    def stored(self, kind: str) -> tuple[str, ...]:
-        return ("I32",) if kind == "weight_packed" else super().stored(kind)
-
-    def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        packed = kind == "weight_packed"
-        super().fill("weight" if packed else kind, tensor.view(torch.int8) if packed else tensor, generator)
-
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Codes get their sign."""
-        return tensor ^ FROM_UNSIGNED if kind == "weight_packed" else super().repack(kind, tensor, shape)
+        """Codes get their sign, and are seen one by one."""
+        if kind != "weight_packed":
+            return super().repack(kind, tensor, shape)
+        return (tensor ^ FROM_UNSIGNED).view(torch.int8)

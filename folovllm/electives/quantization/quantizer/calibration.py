@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
-from folovllm.models.files import reading
+from folovllm.config import EngineConfig
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.models.files import eos_token_ids, load_tokenizer, reading
 
+OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
 KEPT = 5  # one text in so many is for the perplexity alone
 
 
@@ -37,16 +40,25 @@ def read_texts(file: Path) -> list[str]:
     return [text for text in texts if text]
 
 
-def split_rows(
-    texts: list[str], tokenizer: Any, samples: int, length: int, end_id: int
+def rows_of(
+    path: Path, hf_config: Any, options: QuantizeOptions, calibration: Path | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows of tokens to calibrate with [n, length], at most `samples`; and others [m, length] that only measure.
+    """Return rows of tokens to calibrate with, and others that only measure: [n, length] each, at most `samples`.
 
-    The last fifth of the texts measures. Each part is joined, with `end_id` behind each text, and cut into rows.
+    The last fifth of the texts measures. Each part is joined, with the id that ends a text behind each, and cut into rows.
+    There are none where there is no text and none is needed.
 
     Raises:
-        ValueError: one of the parts does not fill a row.
+        ValueError: a text is needed, or one of the parts does not fill a row.
     """
+    file, length = calibration or path / OWN_TEXT, options.length
+    if calibration is None and not file.is_file():
+        if options.is_calibrated:
+            raise ValueError(f"--format {options.format} needs a text: --calibration text.jsonl")
+        none = torch.empty(0, length, dtype=torch.int64)
+        return none, none
+    texts, tokenizer = read_texts(file), load_tokenizer(path, EngineConfig(model=str(path)))
+    end_id = min(eos_token_ids(path, hf_config, tokenizer), default=0)
     kept = max(1, len(texts) // KEPT)
     parts = []
     for part in (texts[:-kept], texts[-kept:]):
@@ -57,5 +69,5 @@ def split_rows(
             f"the calibration text is too short for rows of {length} tokens: it has {len(parts[0])} to calibrate with and "
             f"{len(parts[1])} in its last fifth, which measures the perplexity; add text, or lower --length"
         )
-    calibration, measuring = (part[: len(part) // length * length].view(-1, length) for part in parts)
-    return calibration[:samples], measuring[:samples]
+    calibrating, measuring = (part[: len(part) // length * length].view(-1, length) for part in parts)
+    return calibrating[: options.samples], measuring[: options.samples]

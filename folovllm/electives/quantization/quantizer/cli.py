@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from folovllm.apps.cli.flags import pick, with_flags
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 
 if TYPE_CHECKING:
     from folovllm.electives.quantization.quantizer.run import Report
@@ -38,14 +39,12 @@ def quantize(
 
     gptq and awq have 4 bits a weight, fp8 and int8 have 8. Embedding and head stay as they are.
     """
-    from folovllm.config import DEFAULT_MODEL
-    from folovllm.electives.quantization.quantizer.options import QuantizeOptions
-
     if out is None:
         raise ValueError("name the folder to write: -o DIR")
     if "format" not in (chosen := pick(given, QuantizeOptions)):
         raise ValueError("choose a format: --format gptq, awq, fp8 or int8")
-    options = QuantizeOptions(**chosen)
+    options = QuantizeOptions(**chosen)  # before torch is loaded
+    from folovllm.config import DEFAULT_MODEL
     from folovllm.electives.quantization.quantizer.run import quantize as run
 
     show(run(model or DEFAULT_MODEL, options, out, calibration, device))
@@ -57,23 +56,19 @@ def show(report: Report) -> None:
     from rich.table import Table
 
     table = Table("", "before", "after")
-    sizes = (report.bytes_before, report.bytes_after)
-    table.add_row("size, MB", *(f"{size / 1e6:.1f}" for size in sizes))
+    table.add_row("size, MB", f"{report.bytes_before / 1e6:.1f}", f"{report.bytes_after / 1e6:.1f}")
+    says = "no text, so no perplexity: --calibration names one"
     if (quality := report.quality) is not None:
         table.add_row("perplexity", f"{quality.before:.4f}", f"{quality.after:.4f}")
-    Console().print(table)
-    if quality is None:
-        print("no text, so no perplexity: --calibration names one")
-    else:
-        print(
+        says = (
             f"perplexity is over {quality.tokens} tokens, from the last fifth of the text; the likeliest token is the same "
             f"at {quality.agreement:.1%} of them"
         )
+    Console().print(table)
+    print(says)
     print(report.folder)
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    from folovllm.electives.quantization.quantizer.options import QuantizeOptions
-
     app.command()(with_flags(quantize, QuantizeOptions))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,103 +9,107 @@ from typing import Any
 import torch
 
 from folovllm.electives.quantization import packing
+from folovllm.electives.quantization.config import compressed_config
 from folovllm.electives.quantization.quantizer.awq import search_clip, search_scale
+from folovllm.electives.quantization.quantizer.folder import Tensors
 from folovllm.electives.quantization.quantizer.gptq import LOWEST_ZERO, act_order, gptq
 from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups, round_groups
-from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer, Tensors
+from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 
 BITS = 4
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
 NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
-LINEARS = {
-    "self_attn.o_proj": "self_attn.v_proj",
-    "mlp.down_proj": "mlp.up_proj",
-}  # a layer, and whose outputs it reads
+LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # whose outputs a layer reads
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
 
 
-class Method(ABC):
-    """Quantizes weights into the tensors of one kind of checkpoint."""
+def quantize_weight(
+    options: QuantizeOptions, name: str, w: torch.Tensor, dtype: torch.dtype, inputs: Inputs | None
+) -> tuple[Tensors, torch.Tensor]:
+    """Quantize the weights `w` [outputs, inputs] float32 of the projection `name`; `dtype` is that of scales.
 
-    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str]) -> None:
-        """`dtype` is the checkpoint's: of all that is not quantized, and of scales. `unquantized`: layers that are left, but the head."""
-        self.options, self.dtype, self.unquantized = options, dtype, ["lm_head", *unquantized]
+    `inputs` are what the layer reads; None where rounding looks at weights alone.
 
-    def prepare(self, layer: OneLayer, inputs: dict[str, Inputs]) -> None:
-        """Change the layer's weights, not its outputs, before they are quantized. Does nothing here."""
-
-    @abstractmethod
-    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
-        """Quantize the weights `w` [outputs, inputs] float32 of the projection `name`.
-
-        Returns:
-            the checkpoint's tensors, by the last part of their names; and the weights that they stand for, float32.
-        """
-
-    @abstractmethod
-    def config(self) -> dict[str, Any]:
-        """Return the `quantization_config`."""
+    Returns:
+        the checkpoint's tensors, by the last part of their names; and the weights that they stand for, float32.
+    """
+    if options.format == "gptq":
+        return to_gptq(options, w.to(dtype), inputs)
+    if options.format == "awq":
+        if inputs is not None and not options.no_clip and not name.endswith(NOT_CLIPPED):
+            w = search_clip(w, inputs.gram, BITS, options.group_size)
+        return to_awq(options, w.to(dtype))
+    return to_8_bits(w, FP8 if options.format == "fp8" else torch.int8, dtype)
 
 
-class Gptq(Method):
-    """GPTQ's layout, first version: zeros are stored as one less. Codes by GPTQ, or by rounding alone."""
+def to_gptq(o: QuantizeOptions, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
+    """GPTQ's layout, first version: zeros are stored as one less. Codes by GPTQ, or by rounding alone.
 
-    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
-        """`qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs]."""
-        gram, order = None if inputs is None else inputs.gram, torch.arange(w.shape[1], device=w.device)
-        if gram is not None and self.options.act_order:
-            order = act_order(gram)
-            gram = gram[order][:, order]
-        codes, scales, zeros = self.round(w[:, order].to(self.dtype), gram)
-        back = order.argsort()  # where each input came in the order
-        tensors = {
-            "qweight": packing.pack_gptq(codes[:, back]),
-            "qzeros": packing.pack_gptq_zeros(zeros),
-            "scales": scales.t().contiguous(),
-            "g_idx": (back // self.options.group_size).to(torch.int32),
-        }
-        return tensors, dequantize_groups(codes, scales.float(), zeros)[:, back]
+    `qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs].
+    """
+    order = torch.arange(w.shape[1], device=w.device)
+    if inputs is None:
+        rounded = quantize_groups(w, BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
+    else:
+        order = act_order(inputs.gram) if o.act_order else order
+        gram = inputs.gram[order][:, order]
+        rounded = gptq(w[:, order], gram, BITS, o.group_size, not o.asymmetric, o.damping)
+    codes, scales, zeros = rounded
+    back = order.argsort()  # where each input came in the order
+    tensors = {
+        "qweight": packing.pack_gptq(codes[:, back]),
+        "qzeros": packing.pack_gptq_zeros(zeros),
+        "scales": scales.t().contiguous(),
+        "g_idx": (back // o.group_size).to(torch.int32),
+    }
+    return tensors, dequantize_groups(codes, scales.float(), zeros)[:, back]
 
-    def round(self, w: torch.Tensor, gram: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return codes, scales and zeros of `gptq`; without `gram` each weight is rounded by itself."""
-        o = self.options
-        if gram is not None:
-            return gptq(w, gram, BITS, o.group_size, not o.asymmetric, o.damping)
-        return quantize_groups(w, BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
 
-    def config(self) -> dict[str, Any]:
-        """As GPTQModel writes it."""
-        o = self.options
+def to_awq(o: QuantizeOptions, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """AWQ's layout; every group has a zero.
+
+    `qweight` [inputs, outputs / 8], `qzeros` [groups, outputs / 8], `scales` [groups, outputs].
+    """
+    codes, scales, zeros = quantize_groups(w, BITS, o.group_size, symmetric=False)
+    packed = {"qweight": packing.pack_awq(codes), "qzeros": packing.pack_awq(zeros)}
+    return {**packed, "scales": scales.t().contiguous()}, dequantize_groups(codes, scales.float(), zeros)
+
+
+def to_8_bits(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensors, torch.Tensor]:
+    """FP8 or INT8 with a scale for each output, in compressed-tensors' layout.
+
+    `weight_scale` [outputs, 1]; FP8: `weight` [outputs, inputs]; INT8: `weight_packed` [outputs, inputs / 4], `weight_shape` [2].
+    Four codes of INT8 share an int32: the one layout in which vLLM reads weights alone.
+    """
+    codes, scales = round_channels(w, to, scale_dtype)
+    tensors = {"weight": codes, "weight_scale": scales}
+    if to == torch.int8:
+        packed = (codes ^ -128).view(torch.int32)  # 128 more than they are, as unsigned bytes, the first one lowest
+        tensors = {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
+    return tensors, codes.float() * scales.float()
+
+
+def quantization_config(o: QuantizeOptions, unquantized: Sequence[str]) -> dict[str, Any]:
+    """Return the `quantization_config`; `unquantized` are the layers that are left, which vLLM wants to know with 8 bits.
+
+    As GPTQModel, AutoAWQ and llm-compressor write it: FP8_DYNAMIC, for vLLM rounds the inputs to FP8, too; W8A16.
+    """
+    if o.format == "gptq":
         return {
             "quant_method": "gptq", "checkpoint_format": "gptq", "bits": BITS, "group_size": o.group_size,
             "desc_act": o.act_order, "sym": not o.asymmetric, "lm_head": False, "damp_percent": o.damping,
         }  # fmt: skip
-
-
-class Awq(Method):
-    """AWQ's layout. Every group has a zero."""
-
-    def prepare(self, layer: OneLayer, inputs: dict[str, Inputs]) -> None:
-        """Search a scale for each input, and fold it into the weights and into what comes before."""
-        fold_scales(layer, inputs, BITS, self.options.group_size, self.dtype)
-
-    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
-        """`qweight` [inputs, outputs / 8], `qzeros` [groups, outputs / 8], `scales` [groups, outputs]."""
-        size = self.options.group_size
-        if inputs is not None and not self.options.no_clip and not name.endswith(NOT_CLIPPED):
-            w = search_clip(w, inputs.gram, BITS, size)
-        codes, scales, zeros = quantize_groups(w.to(self.dtype), BITS, size, symmetric=False)
-        packed = {"qweight": packing.pack_awq(codes), "qzeros": packing.pack_awq(zeros)}
-        return {**packed, "scales": scales.t().contiguous()}, dequantize_groups(codes, scales.float(), zeros)
-
-    def config(self) -> dict[str, Any]:
-        """As AutoAWQ writes it."""
+    if o.format == "awq":
         return {
-            "quant_method": "awq", "bits": BITS, "group_size": self.options.group_size, "zero_point": True, "version": "gemm",
+            "quant_method": "awq", "bits": BITS, "group_size": o.group_size, "zero_point": True, "version": "gemm",
             "modules_to_not_convert": None,
         }  # fmt: skip
+    layout, kind = ("float-quantized", "float") if o.format == "fp8" else ("pack-quantized", "int")
+    numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+    inputs = numbers | {"strategy": "token", "dynamic": True} if o.format == "fp8" else None
+    return compressed_config(layout, numbers | {"strategy": "channel", "dynamic": False}, inputs, unquantized)
 
 
 def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_size: int, dtype: torch.dtype) -> None:
@@ -144,46 +147,6 @@ def divide_norm(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     real = torch.where(divided == 0, scale, weight / divided)
     weight.copy_(divided)
     return real
-
-
-class EightBits(Method):
-    """FP8 or INT8 with a scale for each output, in compressed-tensors' layout.
-
-    vLLM rounds the inputs to FP8, too. Four codes of INT8 share an int32: the one layout in which vLLM reads weights alone.
-    """
-
-    def quantize(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
-        """`weight_scale` [outputs, 1]; FP8: `weight` [outputs, inputs]; INT8: `weight_packed` [outputs, inputs / 4], `weight_shape` [2]."""
-        is_fp8 = self.options.format == "fp8"
-        codes, scales = round_channels(w, FP8 if is_fp8 else torch.int8, self.dtype)
-        tensors = {"weight": codes, "weight_scale": scales}
-        if not is_fp8:
-            packed = (codes ^ -128).view(torch.int32)  # 128 more than they are, as unsigned bytes, the first one lowest
-            tensors = {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
-        return tensors, codes.float() * scales.float()
-
-    def config(self) -> dict[str, Any]:
-        """As llm-compressor writes it for FP8_DYNAMIC and W8A16."""
-        is_fp8 = self.options.format == "fp8"
-        layout, kind = ("float-quantized", "float") if is_fp8 else ("pack-quantized", "int")
-        numbers = {"num_bits": 8, "type": kind, "symmetric": True}
-        group = {
-            "targets": ["Linear"], "weights": {**numbers, "strategy": "channel", "dynamic": False},
-            "input_activations": {**numbers, "strategy": "token", "dynamic": True} if is_fp8 else None,
-            "output_activations": None,
-        }  # fmt: skip
-        return {
-            "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
-            "ignore": self.unquantized, "config_groups": {"group_0": group},
-        }  # fmt: skip
-
-
-def method_for(options: QuantizeOptions, dtype: torch.dtype, unquantized: Sequence[str] = ()) -> Method:
-    """Return the method that the options ask for, as of `Method`. GPTQ and AWQ know no scales in float32."""
-    if options.format not in ("gptq", "awq"):
-        return EightBits(options, dtype, unquantized)
-    dtype = torch.float16 if dtype == torch.float32 else dtype
-    return (Gptq if options.format == "gptq" else Awq)(options, dtype, unquantized)
 
 
 def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,84 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from folovllm.electives.quantization.checkpoint_kv_scales import weight_loader_of
 from folovllm.electives.quantization.config import ROUTERS
+from folovllm.electives.quantization.quantizer.folder import PREFIX, Tensors
 from folovllm.electives.quantization.quantizer.whole import TOKENS_AT_ONCE, attend_within, whole_batch
 from folovllm.layers.linear import LinearBase
-from folovllm.models.extra_tensors import IGNORED_SUFFIX
-from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from folovllm.models.loader import (
-    checkpoint_files,
-    checkpoint_places,
-    copy_weight,
-    opened,
-    pop_destination,
-    require_finite,
-    require_stored,
-)
+from folovllm.models.llama import LlamaDecoderLayer
+from folovllm.models.loader import checkpoint_places, copy_weight
 from folovllm.models.registry import build_model
-
-PREFIX = "model.layers."
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-Tensors = dict[str, torch.Tensor]
-
-
-class Checkpoint:
-    """The tensors of a folder, by layer. Only what is asked for is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._file_of: dict[str, Path] = {}
-        files = checkpoint_files(path)
-        for file in files:
-            with opened(file) as handle:
-                self._file_of |= dict.fromkeys(handle.keys(), file)
-        self.path, self.num_bytes = path, sum(file.stat().st_size for file in files)
-
-    def check(self, model: LlamaForCausalLM) -> None:
-        """Check all headers, and what is in no layer, before any work: layers are checked one by one, as they are loaded.
-
-        Args:
-            model: the full model, empty, on the meta device.
-
-        Raises:
-            ValueError: a tensor is missing, left over, of another shape, quantized, or (in no layer) not finite.
-        """
-        destinations, tied = checkpoint_places(model), model.lm_head.weight is model.model.embed_tokens.weight
-        for file in set(self._file_of.values()):
-            with opened(file) as handle:
-                for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                    stored = handle.get_slice(name)
-                    require_stored(name, stored.get_dtype(), {})
-                    if not (weight_loader_of(name) or name.endswith(IGNORED_SUFFIX) or (tied and name == HEAD)):
-                        pop_destination(name, torch.Size(stored.get_shape()), destinations)
-        if destinations:
-            raise ValueError(f"the checkpoint in {self.path} lacks {', '.join(sorted(destinations)[:5])}")
-        rest = self.rest()
-        for name, tensor in rest.items():
-            require_finite(name, tensor)
-        if tied and HEAD in rest and not torch.equal(rest[HEAD], rest[EMBEDDING]):
-            raise ValueError(f"{self.path} holds a {HEAD!r} of its own: set tie_word_embeddings to false in its config")
-
-    def layer(self, index: int) -> Tensors:
-        """Return the tensors of a decoder layer, named from the layer on: "self_attn.q_proj.weight"."""
-        prefix = f"{PREFIX}{index}."
-        names = [name for name in self._file_of if name.startswith(prefix) and not name.endswith(IGNORED_SUFFIX)]
-        return {name.removeprefix(prefix): self._read(name) for name in names}
-
-    def rest(self) -> Tensors:
-        """Return what is in no layer: embedding, last norm and, if it is not tied, the head."""
-        return {name: self._read(name) for name in self._file_of if not name.startswith(PREFIX)}
-
-    def _read(self, name: str) -> torch.Tensor:
-        with opened(self._file_of[name]) as handle:
-            tensor: torch.Tensor = handle.get_tensor(name)
-        return tensor
 
 
 class Inputs:
@@ -136,21 +71,18 @@ class OneLayer:
         self.routers = [name for name in linears if name.rpartition(".")[2] in ROUTERS]
         self.linears = {name: m for name, m in linears.items() if name not in self.routers}
         self.parts: dict[str, Tensors] = {}
-        views = self.tensors()
-        for name in self.linears:
+        for name, linear in self.linears.items():
             parent, _, leaf = name.rpartition(".")
             parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
-            self.parts[name] = {part: views[f"{part}.weight"] for part in parts}
-        found = {*self.routers, *(part for parts in self.parts.values() for part in parts)}
-        for name, view in views.items():
-            if view.dim() > 1 and name.removesuffix(".weight") not in found:
-                raise ValueError(
-                    f"{name} is in no linear layer: a model that has such weights cannot be quantized here"
-                )
+            self.parts[name] = dict(zip(parts, linear.weight_views()["weight"], strict=True))
+        known = {*self.routers, *(part for parts in self.parts.values() for part in parts)}
+        for name, view in self.tensors().items():
+            if view.dim() > 1 and name.removesuffix(".weight") not in known:
+                raise ValueError(f"{name} is in no linear layer: models with such weights cannot be quantized here")
         attend_within(self.module, length)
 
     def load(self, tensors: Tensors) -> None:
-        """Fill the layer with tensors that `Checkpoint.check` has seen. Raises ValueError if one is not finite."""
+        """Fill the layer with tensors that `read_checkpoint` has seen. Raises ValueError if one is not finite."""
         left = dict(self._destinations)
         for name, tensor in tensors.items():
             if name in left:  # scales of a KV cache are not
@@ -176,13 +108,9 @@ class OneLayer:
     def inputs(self, x: torch.Tensor) -> dict[str, Inputs]:
         """Return what each of `linears` reads when the layer is given `x` [n, length, H]."""
         found = {name: Inputs(linear.input_size, x.device) for name, linear in self.linears.items()}
-        hooks = [
-            linear.register_forward_pre_hook(lambda _, args, name=name: found[name].add(args[0]))
-            for name, linear in self.linears.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, linear in self.linears.items():
+                hook = linear.register_forward_pre_hook(lambda _, args, name=name: found[name].add(args[0]))
+                hooks.enter_context(hook)
             self.run(x)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return found

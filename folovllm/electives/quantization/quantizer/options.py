@@ -48,10 +48,10 @@ class QuantizeOptions:
         if self.format not in FORMATS:
             raise ValueError(f"unknown format {self.format!r}: choose one of {', '.join(FORMATS)}")
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
-        for name, formats in ONLY.items():
-            if name in given and self.format not in formats:
-                flag, belongs = f"--{name.replace('_', '-')}", " or ".join(formats)
-                raise ValueError(f"{flag} belongs to --format {belongs}, not to {self.format}")
+        for name in given & ONLY.keys():
+            if self.format not in (formats := ONLY[name]):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} belongs to --format {' or '.join(formats)}, not to {self.format}")
         if self.nearest and (idle := given & {"act_order", "damping"}):
             raise ValueError(f"--nearest rounds all columns alike: leave out --{min(idle).replace('_', '-')}")
         if self.group_size not in (32, 64, 128):
