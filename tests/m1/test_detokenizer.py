@@ -82,9 +82,7 @@ class TestAdvance:
         assert detokenizer.advance() == "w0 w1 w2", "three tokens at once give the text of all three"
         assert detokenizer.advance() == "", "asked again with nothing appended: nothing is new"
         detokenizer.append(3)
-        assert detokenizer.advance() == " w3", (
-            "the window did not move when nothing was new: the space before the word is still seen"
-        )
+        assert detokenizer.advance() == " w3", "the window did not move: the space before the word is still seen"
         assert detokenizer.text == "w0 w1 w2 w3", "`text` is all that was shown"
 
     def test_the_window_stays_short(self) -> None:
@@ -96,9 +94,7 @@ class TestAdvance:
         detokenizer = new()
         stray = TOKENIZER.encode("é")[-1]  # a byte that no character begins with
         deltas_of(detokenizer, [stray, *TOKENIZER.encode("ab")])
-        assert detokenizer.text == REPLACEMENT + "ab", (
-            "a byte that can never become a character is shown with what follows it"
-        )
+        assert detokenizer.text == REPLACEMENT + "ab", "a byte that is no character is shown with what follows it"
 
     def test_tokens_without_text(self) -> None:
         a, b, c = TOKENIZER.encode("abc")

@@ -78,9 +78,7 @@ class TestRMSNorm:
             clause = "the mean and the division are done in float32"
         off = int((out != theirs(x)).sum())
         assert not off, f"{off} of {out.numel()} numbers differ from transformers' in {dtype}: {clause}"
-        assert torch.equal(with_residual, theirs(x + x)), (
-            "with a residual, the sum is what is normalised, in the same way"
-        )
+        assert torch.equal(with_residual, theirs(x + x)), "with a residual, the sum is normalised in the same way"
 
 
 def llama_config(rope: dict[str, Any] | None = None, head_dim: int = 32) -> LlamaConfig:

@@ -85,9 +85,7 @@ class TestPlaces:
             "model.embed_tokens.weight", f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight",
             f"{layer}.self_attn.k_norm.weight", f"{layer}.self_attn.q_norm.weight", "model.norm.weight",
         ]  # fmt: skip
-        worked_case(
-            "m1.8 others", names, sorted(expected), "embedding, norms; the tied head is the embedding once more"
-        )
+        worked_case("m1.8 others", names, sorted(expected), "embedding and norms; the tied head is the embedding")
 
     def test_a_place_knows_how_its_layer_stores_weights(self) -> None:
         model, _ = self.places("qwen3")
@@ -96,9 +94,7 @@ class TestPlaces:
         found = [
             places[f"model.layers.0.self_attn.{part}.weight"].linear_method for part in ("q_proj", "k_proj", "v_proj")
         ]
-        assert all(each is method for each in found), (
-            "`Destination(view, module.linear_method)`: a quantized layer's is not the plain one"
-        )
+        assert all(each is method for each in found), "a quantized layer's method is not the plain one"
 
     def test_a_head_of_its_own_has_a_place_and_a_tied_one_has_none(self) -> None:
         assert "lm_head.weight" in self.places("qwen3", tied=False)[1], "it is a parameter like others"

@@ -48,9 +48,7 @@ def test_the_tokenizer_encodes_and_decodes_as_transformers_does() -> None:
         assert quick.encode(text) == ids
         for skip in (False, True):
             assert quick.decode(ids, skip_special_tokens=skip) == whole.decode(ids, skip_special_tokens=skip)
-    assert quick.all_special_tokens == whole.all_special_tokens, (
-        "what it does not know itself, transformers' tokenizer says"
-    )
+    assert quick.all_special_tokens == whole.all_special_tokens, "what it does not know transformers' tokenizer says"
 
 
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:

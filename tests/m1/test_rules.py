@@ -111,9 +111,7 @@ class TestBadWords:
 
     @pytest.mark.parametrize("words", [["x"] * 129, ["x" * (1 + MAX_BAD_TOKENS)], [f"{i:03}" * 3 for i in range(120)]])
     def test_too_many(self, words: list[str]) -> None:
-        with pytest.raises(
-            ValueError, match="bad_words are too many: at most 128 ways to write them, with 1024 tokens"
-        ):
+        with pytest.raises(ValueError, match="bad_words are too many: at most 128 ways to write them, with 1024"):
             bad_word_tokens(tiny_tokenizer(), words)
 
 
@@ -169,9 +167,7 @@ class TestAnswers:
 
     def test_ids_that_do_not_exist(self, engine: LLMEngine) -> None:
         for fields in ({"allowed_token_ids": [259]}, {"logit_bias": {259: 1.0}}, {"allowed_token_ids": [-1]}):
-            with pytest.raises(
-                ValueError, match=f"{next(iter(fields))} must lie between 0 and 258, and (259|-1) does not"
-            ):
+            with pytest.raises(ValueError, match=f"{next(iter(fields))} must lie between 0 and 258, and (259|-1)"):
                 self.ask(engine, **fields)
 
     def test_where_nothing_is_left(self, engine: LLMEngine) -> None:

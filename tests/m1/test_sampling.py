@@ -213,9 +213,7 @@ class TestDraw:
         logits = torch.tensor([0.3, 0.0, -1.0, 1.0])
         counts = Sampler().sample_filtered(logits.expand(20_000, -1), batch).bincount(minlength=4)
         distance = chi_square(counts.double(), logits.softmax(0).double())
-        assert distance < 16.3, (
-            "the draws of one seed along its positions are not distributed as softmax(logits)"
-        )  # 3 degrees
+        assert distance < 16.3, "the draws of one seed are not distributed as softmax(logits)"  # 3 degrees
 
     @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
     def test_the_noise_is_that_of_seed_and_position(self, temperature: float) -> None:
@@ -223,9 +221,7 @@ class TestDraw:
         batch = rows(64, temperature, position=9)
         expected = (logits + gumbel(batch.seeds, batch.positions, 100)).argmax(-1)
         drawn = Sampler().sample_filtered(logits, batch)
-        assert torch.equal(drawn, expected), (
-            "argmax(logits + gumbel(seeds, positions, V)); the temperature is in the logits"
-        )
+        assert torch.equal(drawn, expected), "argmax(logits + gumbel(...)); the temperature is in the logits"
 
     def test_greedy_and_drawing_rows_in_one_batch(self) -> None:
         logits = torch.randn(200, 10, generator=torch.Generator().manual_seed(0))

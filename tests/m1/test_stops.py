@@ -123,9 +123,7 @@ class TestCheckStopConditions:
             seq = sequence(answer, found="x", min_tokens=3, **more)
             assert check_stop_conditions(seq) is None, "before min_tokens nothing but the length ends an answer"
             assert seq.stop_reason is None, "nothing ended, so there is no reason"
-        assert check_stop_conditions(sequence([7, 7], max_tokens=2, min_tokens=3)) is LENGTH, (
-            "the length ends it even before min_tokens"
-        )
+        assert check_stop_conditions(sequence([7, 7], max_tokens=2, min_tokens=3)) is LENGTH, "even before min_tokens"
 
     def test_an_early_stop_string_is_skipped_for_good(self) -> None:
         seq = sequence([7], found="x", stop=["x"], min_tokens=2)

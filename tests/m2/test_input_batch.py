@@ -66,9 +66,7 @@ class TestFlatten:
         second = later(item(6, 4, 1, slot=0, row=1))._replace(new_blocks=(8,), first_new_block=2)
         assert flatten([second], batch).slot_mapping.tolist() == [16], "token 4 begins the third block of the table, 8"
         third = later(item(6, 5, 1, slot=0, row=1))
-        assert flatten([third], batch).slot_mapping.tolist() == [17], (
-            "token 5 is in block 8, too: the share brings none"
-        )
+        assert flatten([third], batch).slot_mapping.tolist() == [17], "token 5 is in block 8 too: the share brings none"
 
     def test_the_cache_says_where(self) -> None:
         """The slots are the manager's business: another one lays them out otherwise."""

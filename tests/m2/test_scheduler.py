@@ -106,9 +106,7 @@ class TestSchedule:
             ["part", "old", "a", "b"],
             {"old": "running", "part": "running", "a": "waiting", "b": "waiting"},
         ]
-        says = (
-            "12 - 1 - 4 - 2 - 3 = 2 tokens are left, long needs 6: it waits with nothing in its hands, short behind it"
-        )
+        says = "12 - 1 - 4 - 2 - 3 = 2 tokens are left, long needs 6: it waits, and short waits behind it"
         worked_case("m2.2", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_worked_case_without_room(self) -> None:
@@ -224,12 +222,8 @@ class TestSchedule:
             ([("a", 6, 1), ("b", 4, 3)], [1, 1]),
         ):
             output = scheduler.schedule()
-            assert scheduled_seqs(scheduler, output) == expected, (
-                "at most 3 of each and 5 in all, as `_tokens_of_step` says"
-            )
-            assert [scheduled.num_samples for scheduled in output.scheduled_seqs] == draws, (
-                "only a share that reaches the last token draws"
-            )
+            assert scheduled_seqs(scheduler, output) == expected, "at most 3 of each and 5 in all"
+            assert [scheduled.num_samples for scheduled in output.scheduled_seqs] == draws, "the last share alone draws"
 
     def test_no_room_for_one_that_runs(self) -> None:
         """With `wait` it is left out of this step, and stays."""
@@ -263,9 +257,7 @@ class TestSchedule:
         *_, c = (run(scheduler, name, 5, 4) for name in "abc")
         queue(scheduler, make_seq(1, name="urgent", priority=-1))  # fits into what is left, and waits all the same
         output = scheduler.schedule()
-        assert scheduled_seqs(scheduler, output) == [("a", 4, 1), ("b", 4, 1)], (
-            "c gives way to a; there is room for b, too"
-        )
+        assert scheduled_seqs(scheduler, output) == [("a", 4, 1), ("b", 4, 1)], "c gives way, and b has room"
         assert output.preempted == (c.seq_id,), "one victim is enough"
         assert asked == [["a", "b", "c"]], "anybody who runs may give way, whether it has a share already or not"
         assert names(scheduler.waiting) == ["urgent", "c"], "nobody comes in, not even who is more urgent"

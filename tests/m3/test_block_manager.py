@@ -39,15 +39,11 @@ class TestSlots:
         says = "tokens 2 to 5 of the table [5, 1], four places a block: 5 * 4 + 2, 5 * 4 + 3, then 1 * 4 + 0, 1 * 4 + 1"
         slots = BlockManager.slots([5, 1], 4, 2, 6)
         worked_case("m3.1", slots, [22, 23, 4, 5], f"from 2 up to 6, which is not one of them: {says}")
-        assert isinstance(slots, np.ndarray), (
-            f"the slots are right, and a numpy array is asked for, not a {type(slots).__name__}"
-        )
+        assert isinstance(slots, np.ndarray), f"the slots are right, but no numpy array: a {type(slots).__name__}"
 
     def test_integers_for_torch(self) -> None:
         slots = BlockManager.slots([1, 0], 4, 2, 7)
-        assert isinstance(slots, np.ndarray) and slots.dtype == np.int64, (
-            "an array of int64: torch takes it as an index"
-        )
+        assert isinstance(slots, np.ndarray) and slots.dtype == np.int64, "int64 in an array: torch takes it as index"
 
     def test_places_beyond_32_bits(self) -> None:
         slots = BlockManager.slots([2**28], 16, 3, 5)
@@ -94,9 +90,7 @@ class TestAllocate:
             kv = BlockManager(8, 4)
             seq = holding(kv, 6, 2, computed=6)
             kv.allocate(seq, new)
-            assert seq.block_table == table, (
-                f"6 tokens and {new} more: the first two go to places that block 2 has left"
-            )
+            assert seq.block_table == table, f"6 tokens and {new} more: the first two go to places left in block 2"
 
     def test_tokens_of_later_steps_take_no_block(self) -> None:
         """A prompt that is computed in chunks."""
@@ -130,9 +124,7 @@ class TestMayAppend:
         kv = BlockManager(8, 4)
         seq = holding(kv, 2, computed=2, tokens=20)
         kv.may_append(seq, 4)
-        assert seq.block_table == [2, 0], (
-            f"2 of 20 tokens are computed and 4 more come: two blocks, not {seq.block_table}"
-        )
+        assert seq.block_table == [2, 0], f"2 tokens are computed and 4 more come: two blocks, not {seq.block_table}"
 
     def grow(self, kv: BlockManager, seq: Sequence, tokens: int = 1) -> None:
         kv.may_append(seq, tokens)
@@ -151,9 +143,7 @@ class TestMayAppend:
         seq = holding(kv, 0, computed=1)
         for tokens in range(2, 41):
             self.grow(kv, seq)
-            assert len(seq.block_table) == -(-tokens // block_size), (
-                "as many blocks as the tokens fill, rounded up, after every step"
-            )
+            assert len(seq.block_table) == -(-tokens // block_size), "as many blocks as the tokens fill, rounded up"
 
 
 class TestDeallocate:

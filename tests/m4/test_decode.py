@@ -103,12 +103,8 @@ def state_kernel(q_ptr, table_ptr, max_ptr, M: tl.constexpr, D: tl.constexpr):
     """The state of an empty chunk: what the loop begins with."""
     q = tl.load(q_ptr + tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :])
     row_max, row_sum, acc = decode_split(q, q_ptr, q_ptr, table_ptr, 0, 0, 1.0, D, D, 16, 16, M, D)
-    tl.static_assert(
-        row_max.dtype == tl.float32, "row_max begins in float32: with another type no GPU compiles the loop"
-    )
-    tl.static_assert(
-        row_sum.dtype == tl.float32, "row_sum begins in float32: with another type no GPU compiles the loop"
-    )
+    tl.static_assert(row_max.dtype == tl.float32, "row_max begins in float32, or no GPU compiles the loop")
+    tl.static_assert(row_sum.dtype == tl.float32, "row_sum begins in float32, or no GPU compiles the loop")
     tl.static_assert(acc.dtype == tl.float32, "acc begins in float32: with another type no GPU compiles the loop")
     tl.store(max_ptr + tl.arange(0, M), row_max)
 
@@ -209,21 +205,15 @@ def test_merge_beyond_int32(like_a_gpu):
     maxima[first:], sums[first:], accs[first * dim :] = 0.0, 1.0, 6
     row_sum, acc = torch.empty(1, device=DEVICE), torch.empty(1, dim, device=DEVICE)
     merge_kernel[(1,)](maxima, sums, accs, row_sum, acc, first, 2, 1, 1, dim)
-    assert (row_sum.item(), acc.tolist()) == (2.0, [[12.0] * dim]), (
-        "the place of the second row in acc overflowed an int32"
-    )
+    assert (row_sum.item(), acc.tolist()) == (2.0, [[12.0] * dim]), "the second row's place in acc overflowed int32"
 
 
 def test_merge_reads_past_the_l1_cache(like_a_gpu):
     """What other programs wrote may be stale in there, which no run in the interpreter shows."""
     sums, accs, row_sum, acc = (torch.ones(n, device=DEVICE) for n in (3, 48, 1, 16))
     merge_kernel[(1,)](torch.zeros_like(sums), sums, accs, row_sum, acc, 0, 3, 1, 1, 16)
-    assert like_a_gpu or DEVICE.type == "cuda", (
-        "the partial results were not loaded with a mask: what is past the last chunk must not be read"
-    )
-    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu), (
-        'the partial results are loaded with cache_modifier=".cg"'
-    )
+    assert like_a_gpu or DEVICE.type == "cuda", "what is past the last chunk must not be read: load with a mask"
+    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu), 'they are loaded with cache_modifier=".cg"'
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,7 @@ def test_add_rms_norm(hidden, dtype):
     expected, expected_total = layer(x, residual)
     assert torch.equal(total, expected_total), f"the sum is x + residual, rounded to the model's dtype, {dtype}"
     assert_close(normed, expected, says=f"out = sum / rms(sum) * weight, the mean square over H = {hidden} numbers")
-    assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), (
-        "x and residual are the caller's: they stay as they were"
-    )
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), "x and residual are the caller's and stay"
 
 
 def test_add_rms_norm_of_zeros_and_of_small_numbers():

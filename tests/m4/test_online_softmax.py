@@ -151,9 +151,7 @@ def test_weights_are_as_exact_as_the_values():
     _, row_sum, acc = run(q, keys, values, seen)
     expected = reference(q, keys, values, seen)[0]
     error = ((acc / row_sum[:, None] - expected).norm() / expected.norm()).item()
-    assert error < 1e-5, (
-        f"off by {error:.1e}: weights are rounded to the dtype of the values, not to that of the queries"
-    )
+    assert error < 1e-5, f"off by {error:.1e}: weights are rounded to the values' dtype, not the queries'"
 
 
 def test_weights_are_rounded_for_their_product_only():

@@ -98,9 +98,7 @@ def test_whole_tiles_are_loaded_without_a_mask(loads):
     assert kinds == ["plain"] * 4 + ["masked"] * 2, (
         f"K and V of two tiles without a mask, then those of the last with one, not {kinds}: most of a long prompt needs none"
     )
-    assert others[:2] == ["ids"] * 2, (
-        f"the ids of a tile are asked for a tile ahead, before K of the one before it: {others}"
-    )
+    assert others[:2] == ["ids"] * 2, f"the ids of a tile are asked for a tile ahead, before the K before it: {others}"
 
 
 def test_sums_are_float32_whatever_the_queries_are():

@@ -102,6 +102,4 @@ def test_rows_beyond_int32(far, like_a_gpu):
     kv_cache = cache(2, 2, 1, 16, torch.int8)
     store_kvcache(key, value, kv_cache, torch.tensor([3, -1, 0], device=DEVICE))
     expected = stored(key, value, cache(2, 2, 1, 16, torch.int8), [3, -1, 0])
-    assert torch.equal(kv_cache, expected), (
-        f"token 2's {far} was read elsewhere: its number times the stride is 2 ** 31"
-    )
+    assert torch.equal(kv_cache, expected), f"token 2's {far} was read elsewhere: its number times stride is 2 ** 31"

@@ -39,8 +39,6 @@ class TestChunk:
 
     def test_the_threshold_bounds_a_share(self) -> None:
         assert chunk(sequence(100), 64, threshold=16) == 16, "no more than the threshold"
-        assert chunk(sequence(100, 92), 64, threshold=16) == 8, (
-            "8 are left, and neither budget nor threshold is shorter"
-        )
+        assert chunk(sequence(100, 92), 64, threshold=16) == 8, "8 are left: neither budget nor threshold is less"
         assert chunk(sequence(100), 8, threshold=16) == 8, "the budget is shorter than the threshold"
         assert chunk(sequence(100), 200, threshold=16) == 16, "also where the budget has room for the whole prompt"

@@ -129,9 +129,7 @@ class TestGumbelMax:
     def test_nan_beside_what_is_infinite(self) -> None:
         for temperature in 0.0, 1.0:
             got = drawn([NAN, NAN, -torch.inf, NAN], temperature)
-            assert got == 2, (
-                f"[NaN, NaN, -inf, NaN] at temperature {temperature}: id 2 is the best, not {got}: NaN is no -inf"
-            )
+            assert got == 2, f"of [NaN, NaN, -inf, NaN] id 2 is the best at temperature {temperature}, not {got}"
 
     @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.1, 100.0])
     def test_any_temperature_above_0_is_one(self, temperature: float) -> None:

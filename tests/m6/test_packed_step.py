@@ -154,9 +154,7 @@ def test_what_is_no_plain_decode() -> None:
     assert not is_plain_decode(plain._replace(new_blocks=(5, 6), first_new_block=1)), "two blocks: one field is too few"
     assert not is_plain_decode(plain._replace(sampling=SamplingSpec())), "how a new row is drawn must travel too"
     assert not is_plain_decode(plain._replace(end=10))
-    assert not is_plain_decode(plain._replace(num_samples=0)), (
-        "a chunk of one token: a captured step would draw after it"
-    )
+    assert not is_plain_decode(plain._replace(num_samples=0)), "a captured step would draw after this chunk"
 
 
 def test_samples_of_a_step_with_drafts() -> None:

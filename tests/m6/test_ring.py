@@ -116,9 +116,7 @@ class TestRing:
         ring.write(message(2))
         later = ring.read(0, 1)
         assert later is not None and later.tolist() == [2], "a reader may ask for message 1 without message 0"
-        assert ring._taken.tolist() == [2, 0], (
-            "reader 0 asked for message 1 and is past it now, message 0 too, and reader 1 has taken nothing"
-        )
+        assert ring._taken.tolist() == [2, 0], "reader 0 is past message 1 and so past 0; reader 1 has taken nothing"
         ring.close()
 
     @given(st.lists(st.integers(0, 2), max_size=60))

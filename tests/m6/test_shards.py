@@ -139,9 +139,7 @@ def looked_up(layer: ShardedEmbedding, ids: torch.Tensor) -> torch.Tensor:
         return layer(ids)
     except IndexError as error:
         held = f"rank {layer.group.rank} holds {len(layer.weight)} rows"
-        pytest.fail(
-            f"{held}, and an index outside of them was read ({error}): mask it before the look-up", pytrace=False
-        )
+        pytest.fail(f"{held}, and an index outside of them was read ({error}): mask it first", pytrace=False)
 
 
 class TestVocabParallelEmbedding:

@@ -71,9 +71,7 @@ class TestStepOverlapped:
             *("schedule d", "start d", "collect d"),
         ]
         returned = [[], ["out a"], ["out b"], ["out c"], ["out d"]]
-        says = (
-            "schedule and start the next step, then take in the one before; c first waits; the last is not left behind"
-        )
+        says = "start the next step, then take in the one before; c first waits; the last is not left behind"
         worked_case("m6.4", {"log": log, "returned": outputs}, {"log": expected, "returned": returned}, says)
 
     def test_what_was_taken_in_may_have_ended_the_last_request(self) -> None:

@@ -51,6 +51,4 @@ def test_it_is_the_text_of_plain_decoding(drafts: list[int], at: int, seed: int)
         plain.append(model(plain))
         if plain[-1] != draft:
             break
-    assert accept(sampled, drafts) == plain, (
-        f"of {sampled}, sampled with the draft {drafts}, plain decoding has {plain}"
-    )
+    assert accept(sampled, drafts) == plain, f"sampled {sampled}, drafted {drafts}: plain decoding has {plain}"

@@ -43,9 +43,7 @@ def test_each_method_writes_the_same_text() -> None:
         assert answers(llm) == plain, method
         counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
         assert isinstance(counts.policy, AdaptiveLength if method == "ngram" else FixedLength)
-    assert counts.num_accepted > 0.4 * counts.num_draft_tokens, (
-        "a draft that was distilled from the model agrees with it"
-    )
+    assert counts.num_accepted > 0.4 * counts.num_draft_tokens, "a distilled draft agrees with its model"
 
 
 @pytest.mark.parametrize("wait", [0.0, 5.0])

@@ -83,9 +83,7 @@ class TestBestDraftLengths:
         """One draft token makes 1.5 tokens, and all numbers here are exact in binary."""
         cost = costs((1.0, 2.0), (1.0, seconds))
         found = best_draft_lengths(np.ones(1), np.array([0.5]), cost, 1, margin)
-        says = (
-            f"1.5 tokens in {seconds} s are exactly {margin} times as fast as one token a second, and it must be more"
-        )
+        says = f"1.5 tokens in {seconds} s are exactly {margin} times as fast as one a second: it must be more"
         assert found == [0], f"{says}: [0], not {found}"
 
     def test_a_draft_model_writes_as_far_as_the_longest_draft(self) -> None:

@@ -94,9 +94,7 @@ def test_who_is_not_asked_makes_room(alone: LLM) -> None:
     states = [state(i, [i + 1] * 20, SAMPLING["greedy"]) for i in range(3)]
     for now in states + states[:1]:
         assert proposer.propose(now, 3) == written(alone, now, 3)
-    assert [bool(draft) for draft in proposer.propose_all(states, [3, 3, 3])].count(True) == 2, (
-        "two rows, three sequences"
-    )
+    assert [bool(draft) for draft in proposer.propose_all(states, [3, 3, 3])].count(True) == 2, "2 rows, 3 sequences"
     for now in states:
         proposer.finish(now.seq_id)
     assert (len(proposer._rows), len(proposer._free)) == (2, 16), "rows and blocks come back"

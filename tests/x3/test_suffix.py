@@ -140,9 +140,7 @@ class TestFollow:
         place = NOWHERE
         for n, token in enumerate([1] * 600 + [9] * 100 + [2] * 100, 1):
             place = other.follow(place, token)
-            assert counted.reads <= 6 * n + 6 * 300, (
-                f"{counted.reads} links were read for {n} tokens, of runs of at most 300"
-            )
+            assert counted.reads <= 6 * n + 6 * 300, f"{counted.reads} links were read for {n} tokens of runs up to 300"
         assert place.length == 1, "2 2 is not in the other text, 2 is"
 
     @given(Texts, Texts, Texts)
@@ -158,9 +156,7 @@ class TestFollow:
         run, whole = text[len(text) - longest :], other + more
         after = [whole[i] for i in places(whole, run) if i < len(whole)] if run else None
         if after is not None:
-            assert grown.following(place) == {token: after.count(token) for token in after}, (
-                "a state was split meanwhile"
-            )
+            assert grown.following(place) == {token: after.count(token) for token in after}, "a state was split"
 
 
 class TestMostFrequent:
@@ -211,9 +207,7 @@ class TestPastAnswers:
             assert past.num_tokens == sum(kept.num_tokens for kept in past._by_salt.values()) <= 20
             found = [text.num_tokens for text in past.generations(salt)]
             if len({one for one, _ in answers}) == 1:
-                assert found == [text.num_tokens for text in alone[salt].generations], (
-                    "with one salt, as if there were none"
-                )
+                assert found == [text.num_tokens for text in alone[salt].generations], "as if there were no salt"
             assert sum(found) > min(9, len(answer)), "the newest is there"
         assert past.generations("c") == ()
 
@@ -235,9 +229,7 @@ class TestProposer:
         self.answer(proposer, 1, 5, 6, 7, 8)
         proposer.admit(self.state(2, 3, 4))
         assert self.draft(proposer, self.state(2, 3, 4), 4) == [], "nothing in common so far"
-        assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], (
-            "another answer went on like this, and ended"
-        )
+        assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on so, and ended"
 
     def test_what_ended_is_learnt_when_drafts_are_asked_for_and_little_at_a_time(self) -> None:
         proposer = SuffixProposer()
@@ -260,9 +252,7 @@ class TestProposer:
             assert proposer._past.num_tokens == known
         at = LEARNT_AT_ONCE - 3
         assert self.draft(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
-        assert self.draft(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], (
-            "it ends where the answer ended"
-        )
+        assert self.draft(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], "it ends where the answer did"
 
     @pytest.mark.parametrize("was_asked", [True, False])
     def test_answers_of_another_salt_are_not_seen(self, was_asked: bool) -> None:
@@ -291,9 +281,7 @@ class TestProposer:
         self.answer(proposer, 1, 4, 5, 6, 7)
         proposer.admit(self.state(2, 0, 1))
         own = self.state(2, 0, 1, 6, 9, 4, 5, 6)
-        assert self.draft(proposer, own, 1) == [7], (
-            "its own text knows what followed 6, a past answer what followed 4 5 6"
-        )
+        assert self.draft(proposer, own, 1) == [7], "a past answer knows what followed 4 5 6, its own only 6"
 
     def test_a_sequence_that_ended_leaves_its_answer_alone(self) -> None:
         proposer = SuffixProposer()

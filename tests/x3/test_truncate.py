@@ -78,9 +78,7 @@ def test_who_listens_is_told_of_each_block() -> None:
     kv.truncate(seq)
     kv.events.drain()
     told = {(event.seq_id, event.block_id) for event in heard if isinstance(event, TableCut)}
-    assert told == {(seq.seq_id, 3), (seq.seq_id, 0)}, (
-        "blocks 3 and 0 left the table, and who watches must hear of both"
-    )
+    assert told == {(seq.seq_id, 3), (seq.seq_id, 0)}, "blocks 3 and 0 left the table: who watches hears of both"
 
 
 class Unheard(Events):

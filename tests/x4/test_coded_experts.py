@@ -181,9 +181,7 @@ class TestRefusals:
 
     def test_ranks_that_would_cut_blocks(self, coded: Path) -> None:
         """Of experts; where these stay whole it is the attention's turn, or nobody's."""
-        says = (
-            r"cannot share mlp.experts.0.gate_proj: a rank's part \[48, 64\] would not hold whole blocks of 32 x 16 .*"
-        )
+        says = r"cannot share mlp.experts.0.gate_proj: a rank's part \[48, 64\] would not hold whole blocks of 32 x .*"
         said = BLOCKS | {"weight_block_size": [32, 16]}
         self.refused(coded, says + "set enable_expert_parallel, or lower", said, tensor_parallel_size=2)
         set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=2, enable_expert_parallel=True))

@@ -106,9 +106,7 @@ def test_steps_say_how_uneven_they_are() -> None:
     assert [sum(steps[0].experts[0]), sum(steps[1].experts[1])] == [2 * 5, 2], "5 tokens, then 1: each asks 2 experts"
     total = torch.tensor([step.experts for step in steps]).sum(0).tolist()
     assert total == by_transformers("qwen3_moe", computed([output]))
-    assert step_line(steps[1]).endswith("busiest expert 4.0x"), (
-        "one token asks 2 of 8 experts: each of the two has 4 shares"
-    )
+    assert step_line(steps[1]).endswith("busiest expert 4.0x"), "a token asks 2 of 8: each has 4 shares"
     assert (imbalance([3, 1, 0, 0]), imbalance([2, 2]), imbalance([0, 0])) == (3, 1, 1)
 
 
@@ -145,9 +143,7 @@ class TestOff:
             llm.engine.expert_load()
 
     def test_what_cannot_be_counted(self) -> None:
-        with pytest.raises(
-            ValueError, match="count_experts counts how often experts are asked, and this model has none"
-        ):
+        with pytest.raises(ValueError, match=r"count_experts counts how often .* this model has none"):
             LLM(str(tiny_checkpoint()), count_experts=True, **SMALL)
         with pytest.raises(ValueError, match="count_experts needs batches: take milestone m2 or later"):
             EngineConfig(milestone="m1", count_experts=True)

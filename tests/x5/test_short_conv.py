@@ -45,9 +45,7 @@ def test_pieces_give_what_the_whole_gives(width: int, pieces: list[int]) -> None
         outputs.append(out)
     says = f"a prompt in pieces of {pieces}: outputs are not silu of what torch's own convolution gives, each channel by itself"
     torch.testing.assert_close(torch.cat(outputs), expected, msg=says)
-    assert torch.equal(state, x[12 - width :]), (
-        f"the state is the last K - 1 inputs, of which K = {width} has {width - 1}"
-    )
+    assert torch.equal(state, x[12 - width :]), f"the state is the last {width - 1} inputs, K - 1"
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -88,9 +86,7 @@ def test_a_state_in_float32_beside_tokens_of_16_bits() -> None:
     """K = 4 and one token: two of the old inputs stay, with all their digits."""
     state = torch.tensor([[0.1], [0.2], [0.3]])
     out, after = convolve(torch.tensor([[0.5]]).bfloat16(), state, torch.ones(1, 4))
-    assert after.dtype == torch.float32, (
-        f"the state is in its own dtype, float32, not in that of the tokens, {after.dtype}"
-    )
+    assert after.dtype == torch.float32, f"the state keeps its own dtype, float32, not the tokens', {after.dtype}"
     kept = after[:, 0].tolist()
     assert torch.equal(after[:2], state[1:]) and kept[2] == 0.5, f"0.2, 0.3 and 0.5 as they were, not {kept}"
     says = "silu of 0.1 + 0.2 + 0.3 + 0.5, of which none is rounded to 16 bits"

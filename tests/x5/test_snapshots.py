@@ -50,18 +50,14 @@ class TestFinding:
     def test_without_a_snapshot_nothing_is_found(self) -> None:
         cache = SnapshotCache(2)
         cache.cache_snapshot(_taken(cache), 4, 99)
-        assert cache.longest_prefix(blocks(11, 12)) == ([], None), (
-            "no block of this prefix has a snapshot: it begins anew"
-        )
+        assert cache.longest_prefix(blocks(11, 12)) == ([], None), "no block has a snapshot: it begins anew"
         assert cache.longest_prefix([]) == ([], None), "nothing is cached"
 
     def test_the_first_block_alone(self) -> None:
         cache = SnapshotCache(2)
         cache.cache_snapshot(_taken(cache), 4, 11)
         found, snapshot = cache.longest_prefix(blocks(11, 12))
-        assert [b.serial for b in found] == [11] and snapshot is not None, (
-            "the first block has a snapshot, and counts too"
-        )
+        assert [b.serial for b in found] == [11] and snapshot is not None, "the first block has a snapshot and counts"
 
     def test_a_second_snapshot_of_a_block_gives_its_slot_back(self) -> None:
         """Two sequences with one prompt ran side by side; both saved their state at the same block."""
@@ -73,9 +69,7 @@ class TestFinding:
         used = [s.last_used for s in cache._by_serial.values()]
         assert used == [0], f"it was taken at 0, and nobody has begun with it since: last used at {used}"
         _, snapshot = cache.longest_prefix(blocks(11))
-        assert snapshot is not None and snapshot.slot == first, (
-            "the first one stays: it may be loaded in this very step"
-        )
+        assert snapshot is not None and snapshot.slot == first, "the first one stays: this step may load it"
         assert len(cache) == 1, f"one block has one snapshot, not {len(cache)}"
         assert cache.allocate() == second, "the second slot is free again"
 
@@ -132,9 +126,7 @@ class Once:
         self.snapshots, self.walked = snapshots, False
 
     def __iter__(self) -> Iterator[Snapshot]:
-        assert not self.walked, (
-            "what can be iterated may be an iterator, which gives its snapshots once: they were asked for twice"
-        )
+        assert not self.walked, "what can be iterated may be an iterator: the snapshots were asked for twice"
         self.walked = True
         return iter(self.snapshots)
 

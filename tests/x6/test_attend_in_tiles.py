@@ -123,9 +123,7 @@ def test_in_half_precision_scores_are_float32_before_the_scale() -> None:
         product = (query[0, 0] @ key[0, 0, :2].T).double()[0] * scale
         right = product.softmax(0)[0].item()
         says = f"scores {product.tolist()} give position 0 the weight {right:.4f}, not {found:.4f}"
-        assert found == pytest.approx(right, rel=2e-3), (
-            f"{says}: the product is float32 before it is multiplied by scale"
-        )
+        assert found == pytest.approx(right, rel=2e-3), f"{says}: it is float32 before the scale"
 
 
 @pytest.mark.parametrize("length", [50, 300])

@@ -34,9 +34,7 @@ def test_rollouts_are_exactly_on_policy_and_the_weights_go_back(monkeypatch: pyt
     with LLM(device="cpu", use_tqdm=False, batch_invariant=True, max_num_seqs=8, num_kv_blocks=300) as llm:
         before = {name: w.clone() for name, w in llm.get_weights().items()}
         first, second = islice(demo.train(llm, SMALL), 2)
-        assert first.off_policy == second.off_policy == 0, (
-            "engine and trainer differ in a bit, before or after an update"
-        )
+        assert first.off_policy == second.off_policy == 0, "engine and trainer differ in a bit around an update"
         assert first.rollout_tokens == 2 * 2 * 12
         assert any(not torch.equal(w, before[name]) for name, w in llm.get_weights().items())
 
