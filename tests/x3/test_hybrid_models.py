@@ -86,13 +86,7 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
     (first, second) = prompts([19, 3])
     model = str(hybrid_checkpoint("qwen3_next", "LF", num_heads=2, num_kv_heads=1))
-    fields = {
-        **ENGINES["m6"],
-        "max_num_seqs": 2,
-        "max_model_len": 32,
-        "attention_backend": "triton",
-        "dtype": "float32",
-    }
+    fields = ENGINES["m6"] | {"max_num_seqs": 2, "max_model_len": 32, "attention_backend": "triton", "dtype": "float32"}
     pair = Pair.of([Request(first, greedy), Request(second, greedy)], model=model, **fields)
     engine = pair.engine("often")
     pair.check(serve(engine, pair.requests))
@@ -136,14 +130,6 @@ def test_the_embedded_model(method: str) -> None:
             if more:
                 assert speculation_of(llm.engine).num_accepted > 5
     assert texts[:4] == texts[4:]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_two_ranks() -> None:
-    check_twice(
-        pair_of("m6", 7, "seeded", model=str(hybrid_checkpoint("qwen3_5_moe_text"))), "often", tensor_parallel_size=2
-    )
 
 
 @pytest.mark.gpu

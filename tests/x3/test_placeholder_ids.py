@@ -73,18 +73,6 @@ def test_sequences_that_give_way(preset: str, fields: dict[str, Any]) -> None:
     assert engine.stats().preemptions > 0 and speculation_of(engine).num_accepted > 20
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_ranks_are_sent_tokens() -> None:
-    load = workload("seeded", count=4)
-    engine = drafting(max_num_seqs=4, tensor_parallel_size=2)
-    try:
-        load.check(serve(engine, load.requests))
-        assert speculation_of(engine).num_accepted > 20
-    finally:
-        engine.close()
-
-
 def test_who_watches_sees_tokens() -> None:
     """So does a recording, which hears of a step before its drafts are known."""
     load, seen, data = workload("greedy", count=4), list[Event](), bytearray()

@@ -105,12 +105,9 @@ class Served:
         self.grammar = A_MASK if grammars else 0.0
         self.clock, self.texts = clock or Clock(), dict[int, list[int]]()
         common: dict[str, Any] = {
-            "kv": BlockManager(max_num_seqs * 160, 16),
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": 2**16,
-            "tokens_of_step": unless_finished(chunk),
-            "on_full": preempt,
-        }
+            "kv": BlockManager(max_num_seqs * 160, 16), "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2**16,
+            "tokens_of_step": unless_finished(chunk), "on_full": preempt,
+        }  # fmt: skip
         if not (methods or draft):
             self.scheduler: Scheduler = Scheduler(**common)
             return
@@ -173,10 +170,10 @@ def story(seed: int, length: int) -> list[int]:
     return [100 + int(600 * die.random() ** 2) for _ in range(length)]
 
 
-def copied(seed: int, length: int) -> list[int]:
-    """A text that comes again and again, with a new word in it now and then."""
+def copied(seed: int, length: int, chance: float = 0.03) -> list[int]:
+    """A text that comes again and again; each of its tokens is a new one with a `chance`."""
     die, text = Random(seed), story(seed, 60)
-    return [token if die.random() > 0.03 else die.randrange(100, 700) for token in (text * (length // 60 + 1))[:length]]
+    return [die.randrange(100, 700) if die.random() < chance else text[i % 60] for i in range(length)]
 
 
 def both(
@@ -192,12 +189,6 @@ def stories(batch: int, num_turns: int, length: int = 245) -> list[list[list[int
     return [[story(1000 * turn + i, length) for i in range(batch)] for turn in range(num_turns)]
 
 
-def repeated(seed: int, length: int, chance: float) -> list[int]:
-    """A text that comes again and again; each of its tokens is a new one with a `chance`."""
-    die, text = Random(seed), story(seed, 60)
-    return [die.randrange(100, 700) if die.random() < chance else text[i % 60] for i in range(length)]
-
-
 @pytest.mark.parametrize(
     ("batch", "methods"), [(1, "ngram"), (1, "ngram+suffix"), (16, "ngram+suffix"), (256, "ngram")]
 )
@@ -211,7 +202,7 @@ def test_new_texts_lose_under_two_percent(batch: int, methods: str) -> None:
 def test_texts_that_repeat_themselves_at_times_lose_under_two_percent(batch: int, scale: float) -> None:
     """Between texts that always pay and such that never do are those at which a wrong cost would draft at a loss."""
     for chance in (0.05, 0.15, 0.4):
-        texts = [repeated(i, 345, chance) for i in range(24 * batch)]  # many: the last few have a step to themselves
+        texts = [copied(i, 345, chance) for i in range(24 * batch)]  # many: the last few have a step to themselves
         _, plain, drafting = both(batch, "ngram", [texts], 45, scale=scale)
         assert drafting < 1.02 * plain, f"{chance}"
 

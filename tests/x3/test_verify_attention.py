@@ -39,17 +39,9 @@ NEW = [8, 1, 2, 5, 16, 0, 3, 6]  # across the border of a block and of a chunk, 
 
 
 def check(
-    lens: list[int],
-    new: list[int],
-    heads: tuple[int, int] = (4, 2),
-    dim: int = 16,
-    block_size: int = 16,
-    most: int = 8,
-    dtype: torch.dtype = torch.float32,
-    config: DecodeConfig | None = SMALL,
-    num_programs: int | None = 3,
-    turns: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor, SplitKVVerify]:
+    lens: list[int], new: list[int], heads: tuple[int, int] = (4, 2), dim: int = 16, block_size: int = 16, most: int = 8,
+    dtype: torch.dtype = torch.float32, config: DecodeConfig | None = SMALL, num_programs: int | None = 3, turns: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, SplitKVVerify]:  # fmt: skip
     """Plan and run so many times (the counters must wind back); returns (out, reference, the object)."""
     torch.manual_seed(0)
     paged, query_start_loc = Paged.make(lens, block_size, heads[1], dim, dtype), starts(new)

@@ -15,14 +15,8 @@ from tests.m4.cases import DEVICE, Paged, assert_close, starts
 pytestmark = pytest.mark.gpu
 LENS = [8, 17, 64, 65, 255, 256, 257, 0, 512, 513, 1000, 2047, 4095]
 NEW = [8, 2, 5, 3, 1, 16, 4, 0, 9, 16, 2, 8, 5]
-SHAPES = [
-    (16, 16, 8, 128),
-    (256, 9, 3, 64),
-    (48, 4, 4, 32),
-    (16, 14, 2, 64),
-    (16, 32, 4, 128),
-    (16, 8, 1, 256),
-]  # B, Hq, Hkv, D
+# B, Hq, Hkv, D
+SHAPES = [(16, 16, 8, 128), (256, 9, 3, 64), (48, 4, 4, 32), (16, 14, 2, 64), (16, 32, 4, 128), (16, 8, 1, 256)]
 SHORT = DecodeConfig(min_chunk=64, max_chunk=64, queue_chunk=64, merge_step=4)
 
 
