@@ -20,8 +20,6 @@ if not CUDA:
 
         interpreter.patch_the_language_once()
         interpreter.remember_types()
-        interpreter.remember_operands()
-        interpreter.find_overflows_at_once()
         interpreter.stay_inside_the_arguments()
     else:
         import folovllm.kernels  # noqa: F401 -- puts numpy in Triton's place

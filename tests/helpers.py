@@ -103,15 +103,9 @@ def assert_varied(outputs: Sequence[Sequence[int]]) -> None:
 
 
 def tiny_checkpoint(
-    family: str = "qwen3",
-    *,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 32,
-    tied: bool = True,
-    max_shard_size: str = "1GB",
-    **overrides: Any,
-) -> Path:
+    family: str = "qwen3", *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 32, tied: bool = True,
+    max_shard_size: str = "1GB", **overrides: Any,
+) -> Path:  # fmt: skip
     """A folder with a random model and a byte-level tokenizer in Hugging Face format, made once per machine.
 
     `overrides` are fields of the config. The hidden size is not Hq * D, except for Qwen2, which knows no other.

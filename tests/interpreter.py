@@ -4,8 +4,7 @@ Before it runs a function, the interpreter looks through all of `triton.language
 builtin. It does so again for every function that a kernel calls, and finds nothing left to do; that search takes longer
 than most of the calls. Only the outermost function puts the builtins back, so what the inner ones find stays as it is.
 
-Most of the remaining time went into types: the shape of every block was wrapped, checked and printed anew, and the types
-of every two operands were compared in a dozen steps. Both are looked up here.
+Much of the remaining time went into types: the shape of every block was wrapped, checked and printed anew. It is looked up.
 """
 
 from __future__ import annotations
@@ -74,62 +73,6 @@ def remember_types() -> None:
     core.tensor.__init__ = init_tensor
     interpreter._get_np_dtype = np_type_of
     semantic.broadcast_impl_value = broadcast_if_they_differ
-
-
-def remember_operands() -> None:
-    """Keep what becomes of two operands: it depends on their types, and on a number's value.
-
-    A block is not repeated to the shape of the other, as NumPy's operations do that themselves.
-    """
-    core, semantic = tl.core, interpreter.interpreter_semantic
-    whole: Callable[..., tuple[Any, Any]] = semantic.binary_op_type_checking_impl
-    pairs: dict[Any, tuple[Any, Any] | None] = {}
-
-    def kind(operand: Any) -> Any:
-        """Of a number its text: 0.0 and -0.0, or 1 and 1.0 in a constant, are equal and not the same."""
-        return operand.type.name if isinstance(operand, core.tensor) else (type(operand), repr(operand))
-
-    def plan(before: Any, after: Any) -> Any:
-        """The type that `before` gets, and the number that it is; no type if its numbers change."""
-        if not isinstance(before, core.tensor):
-            return after.type, after.handle
-        return (after.type if before.dtype == after.dtype else None), None
-
-    def follow(operand: Any, type_and_number: Any) -> Any:
-        type_of, number = type_and_number
-        if number is not None:
-            return core.tensor(interpreter.TensorHandle(number.data, number.dtype), type_of)
-        return operand if operand.type is type_of else core.tensor(operand.handle, type_of)
-
-    def of_one_type(lhs: Any, rhs: Any, *rules: bool) -> tuple[Any, Any]:
-        key = (kind(lhs), kind(rhs), rules)
-        if (known := pairs.get(key)) is not None:
-            return follow(lhs, known[0]), follow(rhs, known[1])
-        pair = whole(lhs, rhs, *rules)
-        plans = plan(lhs, pair[0]), plan(rhs, pair[1])
-        if plans[0][0] is not None and plans[1][0] is not None:
-            pairs[key] = plans
-        return pair
-
-    semantic.binary_op_type_checking_impl = of_one_type
-
-
-def find_overflows_at_once() -> None:
-    """Of sums, differences and products of integers, where they are errors, as with `like_a_gpu` of M4's tests.
-
-    The interpreter looks for them everywhere, in four further operations, and says so only where options ask it to.
-    """
-    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-
-    def check(lhs: Any, rhs: Any, binary_op: Any) -> None:
-        kind = lhs.type.scalar
-        if kind.int_bitwidth >= 64 or not interpreter.interpreter_builder.options.debug:
-            return
-        wide = operations[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
-        fits = (wide >= kind.get_int_min_value()) & (wide <= kind.get_int_max_value())
-        assert fits.all(), f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"
-
-    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
 
 
 def stay_inside_the_arguments() -> None:

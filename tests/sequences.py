@@ -21,15 +21,10 @@ def make_seq(
 ) -> Sequence:  # fmt: skip
     """A waiting sequence that ends at the token `EOS` or after `max_tokens`. A prompt of n tokens is 10, 11, 12, ..."""
     request = Request(
-        request_id=name,
-        prompt_token_ids=[10 + i for i in range(prompt)] if isinstance(prompt, int) else prompt,
-        params=SamplingParams(max_tokens=max_tokens, **params),
-        max_tokens=max_tokens,
-        seed=0,
-        eos_token_ids=frozenset({EOS}),
-        priority=priority,
-        cache_salt=salt,
-    )
+        request_id=name, prompt_token_ids=[10 + i for i in range(prompt)] if isinstance(prompt, int) else prompt,
+        params=SamplingParams(max_tokens=max_tokens, **params), max_tokens=max_tokens, seed=0,
+        eos_token_ids=frozenset({EOS}), priority=priority, cache_salt=salt,
+    )  # fmt: skip
     return Sequence(request, IncrementalDetokenizer(lambda ids: "".join(f"<{i}>" for i in ids)))
 
 

@@ -33,52 +33,17 @@ from pathlib import Path
 from typing import Any, Self
 
 PLUGINS = ["_hypothesis_pytestplugin", "pytest_timeout"]
-PRELOAD = [
-    "torch",
-    "transformers",
-    "triton",
-    "triton.language",
-    "triton.runtime.interpreter",
-    "triton.experimental.gluon",  # when the first kernel runs
-    "anyio._backends._asyncio",  # when pytest loads the plugins that are installed
-    "pytest",
-    "hypothesis",
-    "numpy",
-    *PLUGINS,
-    "_pytest.junitxml",
-    "_pytest.doctest",
-    "_pytest.unittest",
-    "_pytest.debugging",
-    "rich.console",
-    "rich.markdown",
-    "rich.syntax",
-    "rich.table",
-    "typer.testing",
-    "typer._adapters",  # when a command's arguments are read: pydantic
-    "pydantic.fields",
-    "pydantic.type_adapter",
-    "tabulate",  # when the interpreter ends: torch._dynamo
-    "xxhash",
-    "safetensors.torch",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.llama.modeling_llama",
-]
+PRELOAD = [  # some are imported only when a kernel runs, pytest loads its plugins, arguments are read, or an interpreter ends
+    "torch", "transformers", "triton", "triton.language", "triton.runtime.interpreter", "triton.experimental.gluon",
+    "anyio._backends._asyncio", "pytest", "hypothesis", "numpy", *PLUGINS, "_pytest.junitxml", "_pytest.doctest", "_pytest.unittest",
+    "_pytest.debugging", "rich.console", "rich.markdown", "rich.syntax", "rich.table", "typer.testing", "typer._adapters",
+    "pydantic.fields", "pydantic.type_adapter", "tabulate", "xxhash", "safetensors.torch",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
+]  # fmt: skip
 READ_EARLY = (
-    "TRITON_",
-    "OMP_",
-    "MKL_",
-    "CUDA_",
-    "TORCH",
-    "HF_",
-    "TRANSFORMERS_",
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "VIRTUAL_ENV",
-    "TYPER_",
-    "_TYPER_",
-    "TERMINAL_WIDTH",
-)
+    "TRITON_", "OMP_", "MKL_", "CUDA_", "TORCH", "HF_", "TRANSFORMERS_", "PYTHON", "LC_", "LANG", "VIRTUAL_ENV",
+    "TYPER_", "_TYPER_", "TERMINAL_WIDTH",
+)  # fmt: skip
 NOT_EARLY = (
     "PYTHONPATH",
     "PYTHONUNBUFFERED",

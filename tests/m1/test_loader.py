@@ -107,11 +107,9 @@ class TestPlaces:
         }
         says = "Qwen2's projections of queries, keys and values have a bias each, of as many numbers as rows"
         worked_case(
-            "m1.8 biases",
-            sorted(shapes.items()),
-            [("k_proj.bias", [2]), ("q_proj.bias", [4]), ("v_proj.bias", [2])],
+            "m1.8 biases", sorted(shapes.items()), [("k_proj.bias", [2]), ("q_proj.bias", [4]), ("v_proj.bias", [2])],
             says,
-        )
+        )  # fmt: skip
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_what_is_written_to_a_place_is_in_the_model(self, family: str) -> None:

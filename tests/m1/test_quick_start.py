@@ -16,13 +16,9 @@ from folovllm.models.quick_start import PlainConfig, QuickTokenizer
 
 STORIES = ASSETS / "stories-5m"
 TEXTS = (
-    "",
-    "Once upon a time",
-    "  two  spaces\n\nand lines",
-    "caf\u00e9 \u2615 \U0001f600",
-    "<|im_start|>user\nHi<|im_end|>",
-    "a" * 500,
-)
+    "", "Once upon a time", "  two  spaces\n\nand lines", "caf\u00e9 \u2615 \U0001f600",
+    "<|im_start|>user\nHi<|im_end|>", "a" * 500,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["stories-5m", "stories-draft"])

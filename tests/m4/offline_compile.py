@@ -107,12 +107,9 @@ def pretend_card(capability: int) -> None:
     """From now on all is compiled for this one, in the dtype that is usual there: bf16 where it has that."""
     card.capability, card.dtype = capability, torch.bfloat16 if capability >= 80 else torch.float16
     for known in (
-        pdl.available,
-        multiprocessors.num_sms,
-        multiprocessors.capability_of,
-        variants.kernel_variant,
+        pdl.available, multiprocessors.num_sms, multiprocessors.capability_of, variants.kernel_variant,
         quantized.has_fp8,
-    ):
+    ):  # fmt: skip
         known.cache_clear()
     driver.set_active(
         SimpleNamespace(

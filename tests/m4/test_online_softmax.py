@@ -15,21 +15,9 @@ LOWEST = -1.0e30
 
 @triton.jit
 def tile_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    seen_ptr,
-    max_ptr,
-    sum_ptr,
-    acc_ptr,
-    scale,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    ALL: tl.constexpr = False,
-    ROWS: tl.constexpr = M,
-    KEYS: tl.constexpr = N,
-):
+    q_ptr, k_ptr, v_ptr, seen_ptr, max_ptr, sum_ptr, acc_ptr, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    ALL: tl.constexpr = False, ROWS: tl.constexpr = M, KEYS: tl.constexpr = N,
+):  # fmt: skip
     """Load a tile and the state [M], [M], [M, D]; store the state that comes back."""
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     q, k = tl.load(q_ptr + m[:, None] * D + d[None, :]), tl.load(k_ptr + n[:, None] * D + d[None, :])

@@ -92,11 +92,9 @@ class TestLongestCachedPrefix:
         }
         says = "whole blocks from the start until the first miss; one token at least is left to compute"
         worked_case(
-            "m5.1 longest_cached_prefix",
-            got,
-            dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)),
+            "m5.1 longest_cached_prefix", got, dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)),
             says,
-        )
+        )  # fmt: skip
 
     def test_finds_whole_blocks_from_the_start_and_leaves_one_token(self) -> None:
         chain = Chain(self.tokens)

@@ -26,19 +26,11 @@ from folovllm.kernels.sample_tokens import sample_tokens
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the logarithm of a min_p that is off
 
 EVERY_FILTER = [
-    {},
-    {"top_k": 1},
-    {"top_k": 50},
-    {"top_p": 0.9},
-    {"min_p": 0.05},
-    {"top_k": 20, "top_p": 0.8},
-    {"top_k": 30, "min_p": 0.2},
-    {"top_p": 0.95, "min_p": 0.1},
-    {"top_k": 40, "top_p": 0.7, "min_p": 0.02, "temperature": 0.6},
-    {"top_p": 0.5, "temperature": 3.0},
-    {"top_k": 5, "temperature": 0.0},
-    {"top_k": 10**6, "top_p": 1e-15},
-]
+    {}, {"top_k": 1}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.8},
+    {"top_k": 30, "min_p": 0.2}, {"top_p": 0.95, "min_p": 0.1},
+    {"top_k": 40, "top_p": 0.7, "min_p": 0.02, "temperature": 0.6}, {"top_p": 0.5, "temperature": 3.0},
+    {"top_k": 5, "temperature": 0.0}, {"top_k": 10**6, "top_p": 1e-15},
+]  # fmt: skip
 
 FEW_FILTERS = [EVERY_FILTER[i] for i in (2, 3, 7, 8, 9, 11)]
 

@@ -29,12 +29,9 @@ from folovllm.step.forward_batch import ForwardBatch
 
 
 def product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_eps: float | None = None,
-    gated: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, norm_eps: float | None = None, gated: bool = False,
     residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The same in float64, by torch."""
     normed = x.double() if norm_eps is None else F.rms_norm(x.double(), x.shape[1:], eps=norm_eps)
     y = F.linear(normed, weight.double())

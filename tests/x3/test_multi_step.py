@@ -94,12 +94,9 @@ def test_only_plain_decodes() -> None:
     (step,) = writers.steps([1, 1], 1)
     first, second = step.scheduled_seqs
     for scheduled in (
-        first._replace(end=first.end + 1),
-        first._replace(num_samples=0),
-        first._replace(sampling=SPECS["greedy"]),
-        first._replace(new_blocks=(1, 2)),
-        second,
-    ):
+        first._replace(end=first.end + 1), first._replace(num_samples=0), first._replace(sampling=SPECS["greedy"]),
+        first._replace(new_blocks=(1, 2)), second,
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="a multi-step decode has decodes of one token"):
             device.submit_steps([SchedulerOutput((scheduled,))])
 

@@ -110,12 +110,10 @@ def test_one_graph_serves_all_steps() -> None:
     checks.step()
     graph = checks.captured()
     for lens, new in (
-        ([0] * 8, [0] * 8),
-        (longest, [8] * 8),
-        ([9, 4096, 0, 0, 0, 0, 0, 0], [5, 2, 0, 0, 0, 0, 0, 0]),
+        ([0] * 8, [0] * 8), (longest, [8] * 8), ([9, 4096, 0, 0, 0, 0, 0, 0], [5, 2, 0, 0, 0, 0, 0, 0]),
         ([700, 1500, 33, 0, 64, 65, 1, 4000], [8, 1, 3, 0, 8, 8, 1, 8]),
         ([4000, 300, 5, 0, 0, 0, 0, 0], [3, 50, 5, 0, 0, 0, 0, 0]),
-    ):
+    ):  # fmt: skip
         real = sum(new)
         checks.paged.seq_lens.copy_(torch.tensor([*lens, 0]))
         checks.starts.copy_(starts([*new, tokens - real]))

@@ -86,11 +86,9 @@ class TestRefusals:
     def test_a_size_that_cannot_be(self, family: str, size: int, expert_parallel: bool, says: str) -> None:
         with pytest.raises(ValueError, match=re.escape(says)):
             LLM(
-                str(moe_checkpoint(family)),
-                device="cpu",
-                tensor_parallel_size=size,
+                str(moe_checkpoint(family)), device="cpu", tensor_parallel_size=size,
                 enable_expert_parallel=expert_parallel,
-            )
+            )  # fmt: skip
 
     @pytest.mark.parametrize(
         ("change", "says"),

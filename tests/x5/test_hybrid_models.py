@@ -228,11 +228,9 @@ def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     group = {"targets": ["Linear"], "weights": {**scheme, "dynamic": False}, "input_activations": None}
     codes = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
-    }
+    }  # fmt: skip
     x = torch.randn(5, config["hidden_size"], generator=torch.Generator().manual_seed(0))
     found = []
     for kind, tensors, more in (("coded", coded, {"quantization_config": codes}), ("rounded", rounded, {})):

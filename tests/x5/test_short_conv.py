@@ -25,11 +25,9 @@ def test_a_single_token_moves_the_state() -> None:
     x, state, weight = torch.tensor([[100.0]]), torch.tensor([[20.0], [60.0]]), torch.tensor([[1.0, 2.0, 3.0]])
     _, after = convolve(x, state, weight)
     worked_case(
-        "x5.3 decode",
-        after.flatten().tolist(),
-        [60.0, 100.0],
+        "x5.3 decode", after.flatten().tolist(), [60.0, 100.0],
         "20 is no longer needed: 60 and 100 are the last two inputs",
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

@@ -43,11 +43,9 @@ def alone() -> Iterator[LLM]:
 
 @settings(max_examples=12)
 @given(
-    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6),
-    budget=st.sampled_from([8, 13, 64, 512]),
-    blocks=st.sampled_from([8, 14, 60]),
-    milestone=st.sampled_from(["m3", "m5", "m6"]),
-)
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6), budget=st.sampled_from([8, 13, 64, 512]),
+    blocks=st.sampled_from([8, 14, 60]), milestone=st.sampled_from(["m3", "m5", "m6"]),
+)  # fmt: skip
 def test_batches_chunks_and_preemption_change_no_bit(
     alone: LLM, lengths: list[int], budget: int, blocks: int, milestone: str
 ) -> None:

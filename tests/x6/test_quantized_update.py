@@ -25,13 +25,9 @@ from tests.x6.test_weights import PROMPT, engine, shuffled
 KINDS = BYTE_KINDS | INT4_KINDS
 Kind = tuple[Quantize, dict[str, Any]]
 RANKS: dict[str, Any] = {
-    "device": "cpu",
-    "max_model_len": 64,
-    "num_kv_blocks": 8,
-    "tensor_parallel_size": 2,
-    "dtype": "bfloat16",
+    "device": "cpu", "max_model_len": 64, "num_kv_blocks": 8, "tensor_parallel_size": 2, "dtype": "bfloat16",
     "use_tqdm": False,
-}
+}  # fmt: skip
 
 
 def scores(llm: LLM) -> list[float]:
