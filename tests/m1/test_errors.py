@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,12 +51,11 @@ def truncate(folder: Path) -> None:
 NO_PROMPTS = (
     b"text", [b"text"], {"prompt": 5}, {"prompt": None}, {"prompt_token_ids": "text"}, None, 7, ["good", None]
 )  # fmt: skip
-
-
-class TestPrompts:
-    @pytest.mark.parametrize(
-        ("prompt", "says"),
-        [
+NO_CONVERSATIONS = "Hello", {"role": "user", "content": "Hello"}, ["Hello"], [["Hello"]], [5], iter([])
+REFUSED: list[tuple[Callable[[LLM], Any], str]] = [
+    *(
+        (partial(LLM.generate, prompts=prompt, sampling_params=SHORT, use_tqdm=False), says)
+        for prompt, says in [
             ("", "prompt is empty"),
             ([[]], "prompt is empty"),
             ([1] * 512, "512 tokens.*context of 512.*shorten it"),
@@ -66,11 +66,34 @@ class TestPrompts:
             ({"prompt": "text", "multi_modal_data": {"image": 1}}, "'multi_modal_data' in a prompt is not supported"),
             *((prompt, "a string or a list of token ids") for prompt in NO_PROMPTS),
             ("half a character: \ud83d", "not valid Unicode"),
-        ],
-    )
-    def test_is_refused(self, llm: LLM, prompt: Any, says: str) -> None:
+        ]
+    ),
+    *(
+        (partial(LLM.generate, prompts=["a", "b"], sampling_params=params, use_tqdm=False), says)
+        for params, says in [
+            ([SHORT] * 3, "3 sampling_params for 2 prompts"),
+            *((params, "a SamplingParams, not") for params in ({"temperature": 0}, [{"temperature": 0}] * 2, "x", 5)),
+            (SamplingParams(stop_token_ids=[259]), "stop_token_ids"),
+        ]
+    ),
+    *(
+        (partial(LLM.chat, messages=no, use_tqdm=False), "a conversation is a list of messages")
+        for no in NO_CONVERSATIONS
+    ),
+    (lambda llm: llm.engine.add_request("r", "a", SHORT, priority="first"), "priority"),
+    (lambda llm: llm.engine.add_request("r", "a", SHORT, cache_salt=5), "cache_salt"),
+    (lambda llm: llm.engine.add_request("r", "a", SHORT, cache_salt="\ud800"), "cache_salt"),
+    (lambda llm: llm.engine.abort_request("ghost"), "no request 'ghost'"),
+]
+TEMPLATE = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+HELLO = {"role": "user", "content": "Hello"}
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(("call", "says"), REFUSED)
+    def test_is_refused(self, llm: LLM, call: Callable[[LLM], Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
-            llm.generate(prompt, SHORT, use_tqdm=False)
+            call(llm)
         assert not llm.engine.has_unfinished_requests()
 
     def test_a_long_prompt_gets_our_sentence_alone(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,63 +128,30 @@ class TestPrompts:
             llm.engine.add_request("good", "again", SHORT)
         assert [o.outputs[0].token_ids for o in run_to_end(llm.engine)] == [alone]
 
-    def test_params_that_do_not_match_the_prompts(self, llm: LLM) -> None:
-        with pytest.raises(ValueError, match="3 sampling_params for 2 prompts"):
-            llm.generate(["a", "b"], [SHORT] * 3, use_tqdm=False)
-
-    @pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "x", 5])
-    def test_params_of_another_kind(self, llm: LLM, params: Any) -> None:
-        with pytest.raises(ValueError, match="a SamplingParams, not"):
-            llm.generate("a", params, use_tqdm=False)
-
-    @pytest.mark.parametrize("field", [{"priority": "first"}, {"cache_salt": 5}, {"cache_salt": "\ud800"}])
-    def test_other_fields_of_another_kind(self, llm: LLM, field: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=next(iter(field))):
-            llm.engine.add_request("r", "a", SHORT, **field)
-        assert not llm.engine.has_unfinished_requests()
-
     @pytest.mark.parametrize(
-        "messages", ["Hello", {"role": "user", "content": "Hello"}, ["Hello"], [["Hello"]], [5], iter([])]
-    )
-    def test_what_is_no_conversation(self, llm: LLM, messages: Any) -> None:
-        with pytest.raises(ValueError, match="a conversation is a list of messages"):
-            llm.chat(messages, SHORT, use_tqdm=False)
-
-    @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "Hello"}, {"role": "user", "content": 5}])
-    def test_what_the_chat_template_does_not_take(
-        self, llm: LLM, message: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        template = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
-        monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-        with pytest.raises(ValueError, match=r"template does not take this .* a conversation is a list of messages"):
-            llm.chat([message], SHORT, use_tqdm=False)
-
-    @pytest.mark.parametrize(
-        "template",
+        ("template", "message"),
         [
-            "{{ raise_exception('roles must alternate') }}",
-            "{{ messages[0].tool.name }}",
-            "{{ 1 // 0 }}",
-            "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-            "{{ ''.join([5]) }}",
-            "{{ 'x' * 10 ** 15 }}",
-            "{{ [].pop() }}",
-            "{% for m in",
+            *(
+                (TEMPLATE, message)
+                for message in ({"role": "user"}, {"content": "Hello"}, {"role": "user", "content": 5})
+            ),
+            ("{{ raise_exception('roles must alternate') }}", HELLO),
+            ("{{ messages[0].tool.name }}", HELLO),
+            ("{{ 1 // 0 }}", HELLO),
+            ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", HELLO),
+            ("{{ ''.join([5]) }}", HELLO),
+            ("{{ 'x' * 10 ** 15 }}", HELLO),
+            ("{{ [].pop() }}", HELLO),
+            ("{% for m in", HELLO),
         ],
     )
-    def test_a_chat_template_that_raises(self, llm: LLM, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_the_chat_template_does_not_take(
+        self, llm: LLM, template: str, message: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-        with pytest.raises(ValueError, match=r"template does not take this \(\w+Error.*\): a conv") as caught:
-            llm.chat([{"role": "user", "content": "Hello"}], SHORT, use_tqdm=False)
+        with pytest.raises(ValueError, match=r"template does not take this \(\w+Error.*\): a conversation") as caught:
+            llm.chat([message], SHORT, use_tqdm=False)
         assert "\n" not in str(caught.value)
-
-    def test_a_stop_token_outside_the_vocabulary(self, llm: LLM) -> None:
-        with pytest.raises(ValueError, match="stop_token_ids"):
-            llm.generate("a", SamplingParams(stop_token_ids=[259]), use_tqdm=False)
-
-    def test_aborting_what_is_not_there(self, llm: LLM) -> None:
-        with pytest.raises(ValueError, match="no request 'ghost'"):
-            llm.engine.abort_request("ghost")
 
 
 @pytest.mark.parametrize(
@@ -335,32 +325,28 @@ def test_an_index_names_files_beside_it(folder: Path, name: Any, model_impl: str
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
-def alter_weight(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change one weight of the second layer."""
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+@pytest.mark.parametrize(
+    ("value", "stored", "dtype", "says"),
+    [
+        (0.0, INT8, "float32", "is stored as int8: quantized"),
+        (0.0, FP8, "float32", "is stored as float8_e4m3fn: quantized"),
+        (torch.nan, torch.float32, "float32", "holds NaN or infinity as float32"),
+        (-torch.inf, torch.float32, "float32", "holds NaN or infinity as float32"),
+        (1e6, torch.float32, "float16", "holds NaN or infinity as float16"),
+    ],
+)
+def test_weights_that_are_codes_or_no_numbers(
+    folder: Path, value: float, stored: torch.dtype, dtype: str, says: str, model_impl: str
+) -> None:
+    """Codes as floats would be off by a scale that nobody applied; of one NaN all logits would be NaN, and answers "!!!"."""
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
-    save_file(tensors | {name: change(tensors[name])}, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize(("dtype", "says"), [(torch.int8, "int8"), (torch.float8_e4m3fn, "float8_e4m3fn")])
-def test_weights_that_are_codes(folder: Path, dtype: torch.dtype, says: str, model_impl: str) -> None:
-    """As floats they would be off by a scale that nobody applied."""
-    alter_weight(folder, lambda weight: weight.to(dtype))
-    with pytest.raises(ValueError, match=f"layers.1.mlp.down_proj.weight' is stored as {says}: quantized"):
-        LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
-
-
-@pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, "float32"), (-torch.inf, "float32"), (1e6, "float16")])
-def test_weights_that_are_no_numbers(folder: Path, value: float, dtype: str, model_impl: str) -> None:
-    """All logits would be NaN, and every answer "!!!"."""
-
-    def one_of_them(weight: torch.Tensor) -> torch.Tensor:
-        weight[3, 5] = value
-        return weight
-
-    alter_weight(folder, one_of_them)
-    with pytest.raises(ValueError, match=f"layers.1.mlp.down_proj.weight' holds NaN or infinity as {dtype}"):
+    tensors[name][3, 5] = value
+    save_file(tensors | {name: tensors[name].to(stored)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"layers.1.mlp.down_proj.weight' {says}"):
         LLM(str(folder), milestone="m1", model_impl=model_impl, dtype=dtype, use_tqdm=False)
 
 

@@ -123,16 +123,28 @@ def test_on_a_gpu(family: str) -> None:
         assert_logits_equal(logits[seq], hf_logits(path, text))
 
 
-class TestRegistry:
-    def test_no_architecture_at_all(self) -> None:
-        with pytest.raises(ValueError, match="none named"):
-            build_model(SimpleNamespace(architectures=None), torch.float32, "cpu")
+ABSENT = object()
 
-    def test_another_activation_is_refused_and_the_default_dtype_is_restored(self) -> None:
-        config = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
-        config.hidden_act = "gelu"
-        with pytest.raises(ValueError, match="hidden_act 'gelu'"):
-            build_model(config, torch.bfloat16, "cpu")
+
+class TestRegistry:
+    @pytest.mark.parametrize(
+        ("family", "change", "says"),
+        [
+            ("llama", {"architectures": None}, "none named"),
+            ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+            ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1, and must be above 0"),
+            *(
+                ("llama", {field: ABSENT}, f"config.json lacks {field}, without which there is no LlamaForCausalLM")
+                for field in ("intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings")
+            ),
+        ],
+    )
+    def test_configurations_of_no_model(self, family: str, change: dict[str, Any], says: str) -> None:
+        """The default dtype is restored."""
+        fields = AutoConfig.from_pretrained(tiny_checkpoint(family)).to_dict() | change
+        config = SimpleNamespace(**{name: value for name, value in fields.items() if value is not ABSENT})
+        with pytest.raises(ValueError, match=says):
+            build_model(config, torch.bfloat16, "meta")
         assert torch.get_default_dtype() == torch.float32
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,13 +157,6 @@ class TestRegistry:
         table = (Path(__file__).parents[2] / "docs/reference/models.md").read_text(encoding="utf-8")
         said = set(re.findall(r"\| `(\w+)` \| yes \|", table))
         assert said == {*ARCHITECTURES, *MODELS}
-
-    @pytest.mark.parametrize("field", ["intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings"])
-    def test_a_configuration_of_another_model(self, field: str) -> None:
-        fields = AutoConfig.from_pretrained(tiny_checkpoint("llama")).to_dict()
-        config = SimpleNamespace(**{name: value for name, value in fields.items() if name != field})
-        with pytest.raises(ValueError, match=f"config.json lacks {field}, without which there is no LlamaForCausalLM"):
-            build_model(config, torch.float32, "meta")
 
 
 LONGROPE = {
@@ -263,10 +268,3 @@ class TestConfigFacts:
         assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=None, layer_types=mixed)) == [None, None]
         with pytest.raises(ValueError, match="layers of type chunked_attention are not supported"):
             windows_of(SimpleNamespace(num_hidden_layers=1, sliding_window=64, layer_types=["chunked_attention"]))
-
-
-def test_queries_are_not_scaled_by_a_root_of_less_than_zero() -> None:
-    config = AutoConfig.from_pretrained(tiny_checkpoint("gemma3_text"))
-    config.query_pre_attn_scalar = -1
-    with pytest.raises(ValueError, match="query_pre_attn_scalar is -1, and must be above 0"):
-        build_model(config, torch.float32, "meta")

@@ -68,12 +68,9 @@ def decodes(
 
 
 def norms(dtype: torch.dtype, hidden: int) -> list[torch.Tensor]:
-    x, residual, weight = (
-        torch.randn(4, 1100)[:, :hidden].to(dtype),
-        torch.randn(4, hidden).to(dtype),
-        torch.randn(hidden),
-    )
-    return [rms_norm(x, weight.to(dtype), 1e-6), *add_rms_norm(x, residual, weight.to(dtype), 1e-6)]
+    x, residual = torch.randn(4, 1100)[:, :hidden].to(dtype), torch.randn(4, hidden).to(dtype)
+    weight = torch.randn(hidden).to(dtype)
+    return [rms_norm(x, weight, 1e-6), *add_rms_norm(x, residual, weight, 1e-6)]
 
 
 def activations(dtype: torch.dtype, width: int) -> list[torch.Tensor]:

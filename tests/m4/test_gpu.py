@@ -93,13 +93,8 @@ def test_one_graph_serves_all_lengths():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for lens in (
-        [0] * 8,
-        [1, 2, 3, 0, 0, 0, 0, 0],
-        longest,
-        [4096, 1, 1, 1, 1, 1, 1, 1],
-        [700, 1500, 33, 0, 64, 65, 1, 4000],
-    ):
+    few, uneven = [1, 2, 3, 0, 0, 0, 0, 0], [[4096, 1, 1, 1, 1, 1, 1, 1], [700, 1500, 33, 0, 64, 65, 1, 4000]]
+    for lens in ([0] * 8, few, longest, *uneven):
         paged.seq_lens.copy_(torch.tensor(lens))
         out.fill_(float("nan"))
         graph.replay()

@@ -55,10 +55,8 @@ def test_types_of_results(divides: bool) -> None:
         if divides and theirs[a].is_int():
             continue  # Triton refuses integers of which one has a sign
         common = numpy_triton.promoted(*(numpy_triton.full([1], 1, TYPES[name]) for name in (a, b)), divides)[2]
-        assert theirs[common.name] == semantic.computation_type_impl(theirs[a], False, theirs[b], False, divides), (
-            a,
-            b,
-        )
+        kind = semantic.computation_type_impl(theirs[a], False, theirs[b], False, divides)
+        assert theirs[common.name] == kind, (a, b)
     for a, number in itertools.product(names, (1.0,) if divides else (True, 1, 1.0)):
         kind = semantic.to_tensor_type(number)
         common = numpy_triton.promoted(numpy_triton.full([1], 1, TYPES[a]), number, divides)[2]

@@ -66,10 +66,7 @@ BEFORE_A_RELEASE = pytest.mark.skipif("FOLOVLLM_RELEASE" not in os.environ, reas
     [
         "m4",
         pytest.param("m6", marks=pytest.mark.m6),
-        *(
-            pytest.param(x, marks=[getattr(pytest.mark, x), BEFORE_A_RELEASE])
-            for x in ("x2", "x3", "x4", "x5", "x6", "x7")
-        ),
+        *(pytest.param(f"x{i}", marks=[getattr(pytest.mark, f"x{i}"), BEFORE_A_RELEASE]) for i in range(2, 8)),
     ],
 )
 def test_compiles_and_fits(milestone):

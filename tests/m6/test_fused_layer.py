@@ -50,17 +50,14 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-        monkeypatch.setattr(
-            fused_layer, "can_use_skinny", lambda *_: False
-        )  # a head of 130 interpreted programs takes too long
+        monkeypatch.setattr(fused_layer, "can_use_skinny", lambda *_: False)  # a head of 130 programs takes too long
 
 
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a layer's two ways is taken: small batches in `skinny_linear`, wherever it serves them, or none."""
-    monkeypatch.setattr(
-        fused, "can_use_skinny", lambda x, weight: request.param == "few" and is_supported(len(x), weight)
-    )
+    few = request.param == "few"
+    monkeypatch.setattr(fused, "can_use_skinny", lambda x, weight: few and is_supported(len(x), weight))
     return request.param
 
 
@@ -168,9 +165,9 @@ def test_the_head_is_a_product_for_few_tokens(tokens: int, monkeypatch: pytest.M
     taken: list[int] = []
     head = skinny_layers(16).make(ParallelLMHead, 10, 24).to(DEVICE)
     monkeypatch.setattr(fused_layer, "can_use_skinny", lambda x, weight: is_supported(len(x), weight))
-    kernel = fused_layer.skinny_linear
+    run = fused_layer.skinny_linear
     monkeypatch.setattr(
-        fused_layer, "skinny_linear", lambda x, *rest, **kw: taken.append(len(x)) or kernel(x, *rest, **kw)
+        fused_layer, "skinny_linear", lambda x, *rest, **kw: taken.append(len(x)) or run(x, *rest, **kw)
     )
     generator = torch.Generator().manual_seed(0)
     head.weight.data.copy_(torch.randn(10, 24, generator=generator))

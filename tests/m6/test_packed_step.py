@@ -80,9 +80,8 @@ class TestPackDecode:
         """A decode step of rows that were sampled before: row 4 with temperature 0.5 and a seed, others greedily."""
         specs = {4: SamplingSpec(seed=(3 << 32) + 9, temperature=0.5)}
         packer = StepPacker(ROWS, [])
-        packer._pack_mixed(
-            [s._replace(sampling=specs.get(s.row, SamplingSpec(temperature=0.0))) for s in scheduled_seqs]
-        )
+        greedy = SamplingSpec(temperature=0.0)
+        packer._pack_mixed([s._replace(sampling=specs.get(s.row, greedy)) for s in scheduled_seqs])
         return packer.pack_decode(scheduled_seqs, width)
 
     def test_a_worked_case(self) -> None:

@@ -120,9 +120,8 @@ def test_a_padded_step_is_the_same_step(step: PackedStep, more: int, decodes: in
     at = torch.tensor([*range(d), *range(bucket.num_decodes, bucket.num_decodes + n - d)])
     assert torch.equal(ids[:t], eager.input_ids) and torch.equal(positions[:t], eager.positions)
     assert torch.equal(slots[:t], eager.slot_mapping)
-    assert torch.equal(starts[at], eager.query_start_loc[:-1]) and torch.equal(
-        starts[at + 1], eager.query_start_loc[1:]
-    )
+    assert torch.equal(starts[at], eager.query_start_loc[:-1])
+    assert torch.equal(starts[at + 1], eager.query_start_loc[1:])
     assert torch.equal(padded.seq_lens[at], eager.seq_lens)
     assert torch.equal(padded.block_tables[at], eager.block_tables)
     assert torch.equal(padded.logits_indices[:n], eager.logits_indices)

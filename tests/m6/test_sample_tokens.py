@@ -81,10 +81,8 @@ class Step:
         """What the kernels have kept, [S, V], of what they filtered or sampled last; all of it where a row has no filters."""
         fields = self.state.fields[self.rows.long()]
         adjusted = self.state.adjust(self.logits, self.rows, self.positions)
-        z, ids = (
-            adjusted / self.state.batch(self.rows, self.positions).temperature[:, None],
-            torch.arange(adjusted.shape[1], device=DEVICE),
-        )
+        z = adjusted / self.state.batch(self.rows, self.positions).temperature[:, None]
+        ids = torch.arange(adjusted.shape[1], device=DEVICE)
         threshold, last = self.work.threshold[:, None], self.work.last[:, None]
         return (fields[:, :1] & 1 == 0) | (z > threshold) | ((z == threshold) & (ids <= last))
 
@@ -232,10 +230,8 @@ class TestBadWords:
         rows, generator = torch.tensor([2, 3, 0, 1], dtype=torch.int32), torch.Generator().manual_seed(0)
         few = torch.tensor([3, 4, 31, 63, 95])
         for position in range(4, 12):
-            tokens, counted = (
-                few[torch.randint(5, (4,), generator=generator)],
-                torch.randint(4, (4,), generator=generator),
-            )
+            tokens = few[torch.randint(5, (4,), generator=generator)]
+            counted = torch.randint(4, (4,), generator=generator)
             positions = torch.full((4,), position, dtype=torch.int32)
             plain.record(tokens, rows, positions, counted)
             step = [tensor.to(DEVICE) for tensor in (tokens, rows, positions, counted)]

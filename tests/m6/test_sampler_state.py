@@ -27,7 +27,7 @@ from folovllm.sample.sampling_row import (
 )
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SamplingSpec
-from tests.sampling import CPU, int32, sequence, set_rows, spec_of, state_of
+from tests.sampling import CPU, int32, sequence, set_rows, spec_of
 
 V = 120
 EVERY_RULE = [
@@ -150,15 +150,6 @@ class TestBadWords:
             assert self.forbidden(state, 0) == expected == set(about_to_end(words, answer[:n]))
             if n < len(answer):
                 state.record(torch.tensor(answer[n : n + 1]), int32(0), int32(4 + n))
-
-    def test_only_tokens_of_the_answer_count(self) -> None:
-        """A step that samples nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
-        state = state_of(spec_of(SamplingParams(), [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
-        assert self.forbidden(state, 0) == set()
-        state.record(torch.tensor([1]), int32(0), int32(1), int32(0))
-        assert self.forbidden(state, 0) == set()
-        state.record(torch.tensor([1]), int32(0), int32(1), int32(1))
-        assert self.forbidden(state, 0) == {2}
 
     def test_as_many_and_as_long_as_fit(self) -> None:
         """One word takes all the room, behind an answer that is longer than what is kept of it; then many short ones."""

@@ -125,11 +125,8 @@ def as_rank() -> str:
     chain = []
     for tokens in (1, 2, 4):
         for rows, width in GEOMETRIES[:6]:
-            x, weight, residual = (
-                whole_numbers(tokens, 2 * width),
-                whole_numbers(rows, 2 * width),
-                whole_numbers(tokens, rows),
-            )
+            x, weight = whole_numbers(tokens, 2 * width), whole_numbers(rows, 2 * width)
+            residual = whole_numbers(tokens, rows)
             own_x, own_weight = (part.chunk(2, 1)[rank].contiguous() for part in (x, weight))
             expected = (x.double() @ weight.double().T + residual.double()).bfloat16()
             parts = group.all_reduce(own_x.float() @ own_weight.float().T) + residual.float()

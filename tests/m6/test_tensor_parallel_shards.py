@@ -96,11 +96,8 @@ class TestSizes:
 def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None:
     """Ranks that read their parts from the file compute the logits that transformers' model does."""
     path, tokens = tiny_checkpoint(family, **fields), prompts([23])[0]
-    setup = set_up(
-        EngineConfig(
-            model=str(path), device="cpu", tensor_parallel_size=size, use_tqdm=False, max_num_seqs=4, max_model_len=24
-        )
-    )
+    fields = {"device": "cpu", "tensor_parallel_size": size, "use_tqdm": False, "max_num_seqs": 4, "max_model_len": 24}
+    setup = set_up(EngineConfig(model=str(path), **fields))
 
     @torch.inference_mode()
     def work(group: ThreadGroup) -> torch.Tensor:

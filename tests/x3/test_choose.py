@@ -105,11 +105,10 @@ class TestBestDraftLengths:
             width = sum(h * k for (h, _), k in zip(rows, chosen, strict=True))
             silent = prod(1 - h for h, _ in rows)
             some = 1 - silent
-            return tokens / (
-                silent * cost.of_plain(len(rows)) + some * cost.of_verifying(len(rows) + width / some) + wait
-                if any(chosen)
-                else cost.of_plain(len(rows))
-            )
+            seconds = plain = cost.of_plain(len(rows))
+            if any(chosen):
+                seconds = silent * plain + some * cost.of_verifying(len(rows) + width / some) + wait
+            return tokens / seconds
 
         found = best_draft_lengths(hits, acceptances, cost, 3)
         best = max(product(range(4), repeat=len(rows)), key=speed)

@@ -150,11 +150,3 @@ def test_a_small_model_that_is_seldom_right_costs_a_few_steps_once(batch: int, c
     a_try = 16 * A_STEP + A_RUN + WAIT + float(CHECKED.at(16 * batch))
     assert 0 < seconds[0] - plain < 8 * a_try
     assert sum(seconds[1:]) < 1.02 * 13 * plain
-
-
-def test_a_small_model_that_becomes_good_is_found_later() -> None:
-    plain, drafting = Served(1), Knowing(1, False)
-    without_grammars(drafting, 1, 2)
-    drafting.is_good = True
-    without_grammars(drafting, 1, 24)
-    assert without_grammars(plain, 1, 1)[0] > 1.5 * without_grammars(drafting, 1, 1)[0]

@@ -225,11 +225,6 @@ def test_texts_that_repeat_themselves_gain(batch: int, gain: float, methods: str
     assert plain > min(gain, 1.4) * drafting
 
 
-def test_one_answer_repeats_itself_and_the_other_does_not() -> None:
-    _, plain, seconds = both(2, "ngram", [[copied(1, 700), story(2, 320)]], 150, scale=10.0)
-    assert plain > 1.3 * seconds
-
-
 def test_where_a_step_has_no_room_for_drafts_nobody_is_asked() -> None:
     """256 sequences sample as many tokens as there is memory for."""
     drafting, plain, seconds = both(256, "ngram", [[copied(i, 190) for i in range(256)]], 150, grammars=True)

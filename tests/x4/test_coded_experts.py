@@ -261,8 +261,6 @@ def test_what_a_step_reads_of_qwen3_30b(kind: str, bits: int, tmp_path: Path) ->
     model = build_model(set_up(config).hf_config, torch.bfloat16, "meta", max_model_len=1)
     found = Weights.of(model, torch.bfloat16)
     routers = 48 * 128 * 2048
-    for count, size in (
-        (found.experts, found.expert_bytes),
-        (found.always - routers, found.always_bytes - 2 * routers),
-    ):
+    always = found.always - routers, found.always_bytes - 2 * routers
+    for count, size in ((found.experts, found.expert_bytes), always):
         assert count * bits / 8 < size < count * (bits + 0.15) / 8

@@ -189,20 +189,8 @@ def test_the_engine_over_kernels() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     (first, second) = prompts([19, 3])
     load = answered(path, [Request(first, greedy), Request(second, greedy), Request([*first[:12], 7], greedy)])
-    fields: dict[str, Any] = {
-        "max_num_seqs": 2,
-        "num_snapshots": 8,
-        "max_num_batched_tokens": 12,
-        "block_size": 4,
-        "max_model_len": 32,
-    }
-    fields |= {
-        "snapshot_interval": 4,
-        "milestone": "m6",
-        "attention_backend": "triton",
-        "dtype": "float32",
-        "device": ON,
-    }
-    engine = make_engine(path, **fields)
+    fields: dict[str, Any] = {"milestone": "m6", "attention_backend": "triton", "dtype": "float32", "device": ON}
+    fields |= {"max_num_seqs": 2, "max_num_batched_tokens": 12, "block_size": 4, "max_model_len": 32}
+    engine = make_engine(path, **fields, num_snapshots=8, snapshot_interval=4)
     load.check(serve(engine, load.requests, "one_by_one"))
     assert engine.scheduler.kv.stats.tokens_hit == 12  # type: ignore[union-attr]

@@ -214,10 +214,8 @@ def test_quantized_linears() -> None:
 def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
     """Qwen3-Next's projections go key head by key head. With a code of 8 bits for each weight they give what the rounded floats give."""
     pytest.importorskip("folovllm.electives.quantization")
-    path, scheme = (
-        hybrid_checkpoint("qwen3_next", "LF"),
-        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-    )
+    path = hybrid_checkpoint("qwen3_next", "LF")
+    scheme = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     coded, rounded = {}, {}
     for name, weight in load_file(path / "model.safetensors").items():
         coded[name] = rounded[name] = weight

@@ -299,11 +299,10 @@ def told(events: Any) -> list[Any]:
     found: list[Any] = []
     for event in events:
         if isinstance(event, ev.StepBegan | lines.StepBegan):
-            copies = (
-                {i: (s.load_state, s.save_state) for i, s in enumerate(event.scheduled_seqs)}
-                if isinstance(event, lines.StepBegan)
-                else lines.copies_of(event.output)
-            )
+            if isinstance(event, lines.StepBegan):
+                copies = {i: (s.load_state, s.save_state) for i, s in enumerate(event.scheduled_seqs)}
+            else:
+                copies = lines.copies_of(event.output)
             found.append([(s.seq_id, s.row, copies.get(i, (-1, -1))) for i, s in enumerate(event.scheduled_seqs)])
         elif isinstance(event, ev.SnapshotCached | ev.SnapshotEvicted):
             found.append(event)

@@ -27,12 +27,8 @@ def test_a_server_sleeps_and_wakes(transport: str) -> None:
 
         _, before = server.ask("/v1/completions", STORY)
         assert server.ask("/is_sleeping") == (200, {"is_sleeping": False})
-        for level, parts in (
-            (1, [""]),
-            (2, [""]),
-            (2, ["?tags=weights", "?tags=kv_cache"]),
-            (1, ["?tags=kv_cache&tags=weights"]),
-        ):
+        apart, both = ["?tags=weights", "?tags=kv_cache"], ["?tags=kv_cache&tags=weights"]
+        for level, parts in ((1, [""]), (2, [""]), (2, apart), (1, both)):
             assert post(f"/sleep?level={level}") == (200, "")
             assert server.ask("/health")[0] == 200
             for tags in parts:
