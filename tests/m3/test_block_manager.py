@@ -9,27 +9,8 @@ from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.request import Sequence
-from tests.sequences import make_seq
+from tests.sequences import free_ids, holding, make_seq
 from tests.tiny import worked_case
-
-
-def holding(kv: BlockManager, *block_ids: int, computed: int = 0, tokens: int = 1) -> Sequence:
-    """A running sequence whose table names these blocks; they leave the free list, or gain one more holder."""
-    seq = make_seq(max(computed, tokens))
-    seq.start()
-    seq.num_computed_tokens = computed
-    for block_id in block_ids:
-        block = kv.blocks[block_id]
-        if block.ref_count == 0:
-            kv._free.remove(block)
-        block.ref_count += 1
-    seq.block_table = list(block_ids)
-    return seq
-
-
-def free_ids(kv: BlockManager) -> list[int]:
-    """The free list from left to right, by taking all of it."""
-    return [kv._free.popleft().block_id for _ in range(kv.num_free)]
 
 
 class TestSlots:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from folovllm import LLM, SamplingParams
 from folovllm.electives.rollouts.trainer import Policy
+from folovllm.models.registry import PLAIN_LAYERS
 from tests.helpers import tiny_checkpoint
 from tests.x5.checkpoints import hybrid_checkpoint
 
@@ -97,14 +98,15 @@ def test_the_trainers_logprobs_are_the_engines_bits(alone: LLM, lengths: list[tu
 
 
 def test_the_trainers_gradients_are_those_of_plain_layers(alone: LLM) -> None:
-    """Backwards it may round differently, and must compute the same."""
-    from folovllm.models.registry import PLAIN_LAYERS
+    check_gradients(alone, 40, 17)
 
-    sequences, prompts = [prompt(1, 40), prompt(2, 17)], [5, 1]
-    gradients = []
+
+def check_gradients(llm: LLM, *lengths: int) -> None:
+    """Backwards it may round differently, and must compute the same."""
+    sequences, gradients = [prompt(i, length) for i, length in enumerate(lengths, 1)], []
     for layers in (None, PLAIN_LAYERS):
-        policy = Policy(alone, layers)
-        torch.cat(policy.logprobs(sequences, prompts)).sum().backward()
+        policy = Policy(llm, layers)
+        torch.cat(policy.logprobs(sequences, [5, 1])).sum().backward()
         gradients.append({name: p.grad for name, p in policy.model.named_parameters()})
     for name, expected in gradients[1].items():
         assert expected is not None and expected.any()
