@@ -74,9 +74,7 @@ assert "transformers" not in sys.modules, "transformers takes seconds"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_transformers_says_nothing_of_a_long_text(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transformers_ignores_a_long_text(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The engine's own sentence says that it is too long."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenizer = load_tokenizer(ASSETS / "stories-5m", EngineConfig(model="stories-5m"))

@@ -101,9 +101,7 @@ def test_other_tokens_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_reference_runs_without_the_learners_code(
-    workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reference_runs_without_their_code(workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it import what lies in the working directory."""
     (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path)

@@ -59,9 +59,7 @@ class World(Bench):
 
 @settings(max_examples=80)
 @given(users, st.integers(1, 5), st.integers(1, 5), st.integers(LONGEST, 3 * LONGEST), st.booleans())
-def test_everybody_is_served_once(
-    wanted: list[User], max_num_seqs: int, slots: int, budget: int, by_priority: bool
-) -> None:
+def test_all_are_served_once(wanted: list[User], max_num_seqs: int, slots: int, budget: int, by_priority: bool) -> None:
     def scheduler(*given: Any) -> Scheduler:
         return Scheduler(*given, wait, by_priority)
 

@@ -37,9 +37,7 @@ def blocks(**overrides: Any) -> int:
         pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.x3),
     ],
 )
-def test_tables_of_rows_that_do_not_fit_are_refused_before_they_are_made(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_that_do_not_fit_are_refused_first(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is counted is what M6's runner allocates, which reports it here."""
     options = {"device": "cpu", "max_num_seqs": 300, **options}
     monkeypatch.setattr(kv_memory, "free_memory", lambda device: 10**6)

@@ -135,9 +135,7 @@ class TestPrefixes:
 
 
 @pytest.mark.parametrize(("num_kv_blocks", "budget"), [(34, 9), (40, 40), (60, 9)])
-def test_pools_small_enough_to_evict_and_preempt_all_the_time(
-    plain: LLMEngine, num_kv_blocks: int, budget: int
-) -> None:
+def test_pools_so_small_that_they_evict_and_preempt(plain: LLMEngine, num_kv_blocks: int, budget: int) -> None:
     rng = random.Random(num_kv_blocks)
     heads = prompts([20, 33], seed=7)
     tails = prompts([rng.randint(1, 20) for _ in range(16)], seed=8)

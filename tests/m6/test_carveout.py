@@ -22,9 +22,7 @@ LEAVES = [("skinny_linear_kernel", 4), ("decode_kernel", 7), ("gumbel_max_kernel
 
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("driver_says", [0, 400])
-def test_the_kernels_of_a_layer_for_one_or_two_tokens(
-    overlaps: bool, driver_says: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_for_one_or_two_tokens(overlaps: bool, driver_says: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where kernels overlap; and a driver that refuses is an error."""
     told: list[tuple[int, int, int]] = []
 

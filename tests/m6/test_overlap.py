@@ -84,9 +84,7 @@ def test_length_costs_no_step_and_a_stop_one() -> None:
     assert_clean(served)
 
 
-def test_a_backend_that_cannot_be_captured_decodes_eagerly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_captured_is_eager(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from folovllm.attention.backends.torch_paged import TorchPagedBackend
 
     monkeypatch.setattr(TorchPagedBackend, "supports_graph", classmethod(lambda cls, device: False))

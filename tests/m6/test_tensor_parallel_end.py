@@ -160,12 +160,10 @@ def script() -> Iterator[Start]:
     """Starts programs of their own that have an engine, and names its ranks. None outlives a test that fails."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(
-        folder: Path, what: str, waits: bool = True, **environment: str
-    ) -> tuple[subprocess.Popen[str], list[int]]:
+    def start(folder: Path, what: str, waits: bool = True, **variables: str) -> tuple[subprocess.Popen[str], list[int]]:
         process = subprocess.Popen(
             two_ranks(what), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, env=os.environ | {"TMPDIR": str(folder)} | environment,
+            start_new_session=True, env=os.environ | {"TMPDIR": str(folder)} | variables,
         )  # fmt: skip
         started.append(process)
         assert process.stdout is not None

@@ -106,9 +106,7 @@ def test_no_draft_token_beyond_the_context() -> None:
 
 
 @pytest.mark.parametrize(("milestone", "method"), [("m3", "draft_model"), ("m6", "ngram+draft_model")])
-def test_a_closed_engine_holds_no_weights_of_its_draft(
-    milestone: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_engine_holds_no_draft_weights(milestone: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even while somebody holds the engine. An engine of the same process may need the memory."""
     made: list[DraftModel] = []
     begin = DraftModel.__init__

@@ -138,9 +138,7 @@ def random_case(rng: random.Random) -> tuple[Path, dict[str, Any], list[int]]:
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_sixty_random_heads_draft_as_the_published_definition(
-    part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixty_random_heads_draft_as_published(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, accepted = 0, 0
     drafted = Drafted().watch(monkeypatch)
     for number in range(10 * part, 10 * part + 10):
@@ -329,9 +327,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_head_that_does_not_fit_is_refused_before_weights_are_loaded(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_does_not_fit_is_refused_early(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, says = BAD[what]
     folder = spoil(only(write_head(tmp_path / "head", tiny_checkpoint()), LETTERS))
     assert_refused(monkeypatch, folder, says, **eagle(folder))

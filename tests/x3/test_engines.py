@@ -141,9 +141,7 @@ def test_a_step_samples_no_more_than_there_is_room_for(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("milestone", ["m5", "m6"])
-def test_requests_that_come_beside_as_many_drafts_as_there_can_be(
-    milestone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_beside_as_many_drafts_as_there_can_be(milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each samples too, in the step that admits it: there is room for all of them."""
     for place in (speculative_scheduler, extension):
         monkeypatch.setattr(place, "max_samples", lambda max_num_seqs: 9)

@@ -110,9 +110,7 @@ GRAMMARS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("few", [16, 0], ids=["in turn", "on threads"])
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: next(iter(grammar)))
-def test_masks_behind_drafts_are_those_of_one_after_the_other(
-    grammar: dict[str, Any], few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_behind_drafts_as_one_by_one(grammar: dict[str, Any], few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Along texts that are sampled at random from the masks; some drafts are what comes, some are not allowed."""
     monkeypatch.setattr(guidance, "FEW", few)
     rng = random.Random(1)

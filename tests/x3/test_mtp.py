@@ -67,9 +67,7 @@ def run(folder: Path, load: list[Request], drafted: Drafted, k: int, **fields: A
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("part", range(3))
-def test_thirty_random_heads_of_each_kind(
-    part: int, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_heads_of_each_kind(part: int, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, accepted, drafted = 0, 0, Drafted().watch(monkeypatch)
     for number in range(10 * part, 10 * part + 10):
         rng = random.Random(number)
@@ -97,9 +95,7 @@ def test_what_a_sample_depends_on_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("milestone", "experts"), [("m2", True), ("m6", False)])
-def test_an_update_reaches_the_head(
-    milestone: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_reach_the_head(milestone: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a folder, as a mapping, and one tensor after the other; without its tensors it keeps its own."""
     target = hybrid_checkpoint("qwen3_5_moe_text" if experts else "qwen3_next", "LF", tied=False)
     old, new = (with_head(tmp_path / str(seed), target, FEW, seed, stacked=experts) for seed in (1, 2))
@@ -192,9 +188,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_head_that_does_not_fit_is_refused_before_weights_are_loaded(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_does_not_fit_is_refused_early(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, says = BAD[what]
     target = hybrid_checkpoint("qwen3_5_moe_text", "LF", tied=False)
     folder = with_head(tmp_path / "model", target, FEW, stacked=True)

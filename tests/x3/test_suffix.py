@@ -144,9 +144,7 @@ class TestFollow:
         assert place.length == 1, "2 2 is not in the other text, 2 is"
 
     @given(Texts, Texts, Texts)
-    def test_equals_a_search_although_the_other_text_grows(
-        self, other: list[int], text: list[int], more: list[int]
-    ) -> None:
+    def test_equals_a_search_as_the_other_text_grows(self, other: list[int], text: list[int], more: list[int]) -> None:
         grown = automaton_of(other)
         place = followed(grown, text)
         longest = max((n for n in range(1, len(text) + 1) if places(other, text[-n:])), default=0)

@@ -146,9 +146,7 @@ class TestBackend:
         ],
         ids=["checks", "with a prompt", "decodes"],
     )
-    def test_it_takes_steps_of_few_new_tokens(
-        self, seqs: list[tuple[int, int]], num_decodes: int, is_its_own: bool
-    ) -> None:
+    def test_takes_steps_of_few_tokens(self, seqs: list[tuple[int, int]], num_decodes: int, is_its_own: bool) -> None:
         torch.manual_seed(0)
         lens, new = map(list, zip(*seqs, strict=True))
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)

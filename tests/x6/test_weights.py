@@ -74,9 +74,7 @@ def shuffled(first: Path, other: Path) -> Path:
     indirect=["checkpoints"],
     ids=str,
 )
-def test_answers_are_those_of_an_engine_that_began_with_these_weights(
-    checkpoints: tuple[Path, Path], overrides: dict[str, Any]
-) -> None:
+def test_answers_as_if_it_began_with_these_weights(checkpoints: tuple[Path, Path], overrides: dict[str, Any]) -> None:
     first, other = checkpoints
     with engine(other, milestone="m3") as llm:
         expected = tokens(llm)
@@ -102,9 +100,7 @@ def test_weights_come_out_as_they_went_in(checkpoints: tuple[Path, Path]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_file_reaches_a_gpu_in_pieces(
-    checkpoints: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_comes_in_pieces(checkpoints: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few rows, through pinned memory that is used again and again."""
     monkeypatch.setattr("folovllm.models.pinned.PIECE", 1000)
     first, other = checkpoints
@@ -192,9 +188,7 @@ def test_no_output_is_lost_and_steps_hand_them_out_in_order(
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [3, 14])
-def test_blocks_that_a_running_request_fills_later_keep_its_generation(
-    checkpoints: tuple[Path, Path], num_prompt_tokens: int
-) -> None:
+def test_blocks_filled_later_keep_their_generation(checkpoints: tuple[Path, Path], num_prompt_tokens: int) -> None:
     """It has no full block yet when the weights change, so no hash: K/V of both weights get a name afterwards."""
     first, other = checkpoints
     with engine(first) as llm:
