@@ -38,16 +38,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def edit_config(folder: Path, **fields: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-def truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:2000])
-
-
 NO_PROMPTS = (
     b"text", [b"text"], {"prompt": 5}, {"prompt": None}, {"prompt_token_ids": "text"}, None, 7, ["good", None]
 )  # fmt: skip
@@ -202,32 +192,6 @@ def test_a_temperature_near_0_is_greedy() -> None:
     assert SamplingParams(temperature=1e-40).temperature == 0 < SamplingParams(temperature=0.01).temperature
 
 
-BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("no folder", shutil.rmtree, "no model folder"),
-    ("no config", lambda p: (p / "config.json").unlink(), "no config.json"),
-    ("unknown kind", lambda p: edit_config(p, model_type="nonsense"), "cannot read the configuration"),
-    (
-        "unsupported architecture",
-        lambda p: edit_config(p, model_type="vit", architectures=["ViTModel"]),
-        "no model for architecture ViTModel.*LlamaForCausalLM|Unrecognized configuration class",
-    ),
-    ("config contradicts itself", lambda p: edit_config(p, num_hidden_layers=99), "cannot read the configuration"),
-    ("no tokenizer", lambda p: (p / "tokenizer.json").unlink(), "no tokenizer"),
-    ("no weights", lambda p: (p / "model.safetensors").unlink(), "model.safetensors"),
-    ("truncated weights", truncate, "cannot read|cannot load the model"),
-    ("weights are missing", lambda p: edit_config(p, num_hidden_layers=4, layer_types=None), "lacks model.layers.3"),
-    ("a pickle", lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "safetensors"),
-]
-
-
-@pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize(("damage", "says"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
-def test_broken_models(folder: Path, damage: Callable[[Path], Any], says: str, model_impl: str) -> None:
-    damage(folder)
-    with pytest.raises(ValueError, match=says):
-        LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
-
-
 def test_no_name_is_not_the_folder_that_we_are_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match="a model has no name"):
@@ -255,7 +219,14 @@ def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.M
 
 
 NESTED = '{"a":' * 50_000 + "1" + "}" * 50_000
-DAMAGED: dict[str, tuple[str | dict[str, Any], ...]] = {  # by file: its text, or fields that are altered
+INDEX = "model.safetensors.index.json"
+STRANGERS = (
+    "../other.safetensors",
+    "/tmp/other.safetensors",
+    "..",
+    "sub/x.safetensors",
+)  # must not make us open files elsewhere
+DAMAGED: dict[str, tuple[Any, ...]] = {  # by file: its text, or fields that are altered
     "config.json": (
         "5", NESTED, '{"model_type": "vit"}', "{", {"hidden_size": 2**70}, {"num_key_value_heads": 3},
         {"num_key_value_heads": -1}, {"num_hidden_layers": 2**30, "layer_types": None},
@@ -268,22 +239,39 @@ DAMAGED: dict[str, tuple[str | dict[str, Any], ...]] = {  # by file: its text, o
     "tokenizer_config.json": ("null", NESTED),
     "special_tokens_map.json": ("[]",),
     "added_tokens.json": ("[]",),
-    "model.safetensors.index.json": ("{", "{}", "[]", NESTED, {"weight_map": [1]}, {"weight_map": {"a": 5}}),
+    INDEX: ("{", "{}", "[]", NESTED, {"weight_map": [1]}, {"weight_map": {"a": 5}}),
 }  # fmt: skip
-DAMAGES = [(file, damage) for file, damages in DAMAGED.items() for damage in damages]
+DAMAGES: list[tuple[str, Any, str | None]] = [  # a file, what is made of it, and what is said beside the folder's name
+    ("", shutil.rmtree, "no model folder"),
+    ("config.json", Path.unlink, "no config.json"),
+    ("config.json", {"model_type": "nonsense"}, "cannot read the configuration"),
+    (
+        "config.json",
+        {"model_type": "vit", "architectures": ["ViTModel"]},
+        "no model for .* ViTModel.*Llama|Unrecognized conf",
+    ),
+    ("config.json", {"num_hidden_layers": 99}, "cannot read the configuration"),
+    ("config.json", {"num_hidden_layers": 4, "layer_types": None}, "lacks model.layers.3"),
+    ("tokenizer.json", Path.unlink, "no tokenizer"),
+    ("model.safetensors", Path.unlink, "model.safetensors"),
+    ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:2000]), "cannot read|cannot load the model"),
+    ("model.safetensors", lambda file: file.rename(file.with_name("pytorch_model.bin")), "safetensors"),
+    *((INDEX, {"weight_map": {"a": name}}, "must be the name of a file in the same folder") for name in STRANGERS),
+    *((file, damage, None) for file, damages in DAMAGED.items() for damage in damages),
+]
 
 
 @pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize(("file", "damage"), DAMAGES, ids=[f"{d[0]} {str(d[1])[:40]}" for d in DAMAGES])
-def test_damaged_json(folder: Path, file: str, damage: str | dict[str, Any], model_impl: str) -> None:
-    """One line that names the folder, with the library's own words."""
+@pytest.mark.parametrize(("file", "damage", "says"), DAMAGES, ids=[f"{d[0]} {d[2] or d[1]}"[:60] for d in DAMAGES])
+def test_damaged_models(folder: Path, file: str, damage: Any, says: str | None, model_impl: str) -> None:
+    """Of JSON, one line that names the folder, with the library's own words."""
+    path = folder / file
     if isinstance(damage, dict):
-        before = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
-        damage = json.dumps({**before, **damage})
-    (folder / file).write_text(damage)
-    with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
+        damage = json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **damage})
+    damage(path) if callable(damage) else path.write_text(damage)
+    with pytest.raises(ValueError, match=says or re.escape(str(folder))) as caught:
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert says or ("\n" not in str(caught.value) and len(str(caught.value)) < 600)
 
 
 def test_a_recommendation_that_no_request_may_have_is_named(folder: Path) -> None:
@@ -314,15 +302,6 @@ def test_a_damaged_model_is_one_line_in_the_terminal(
     assert caught.value.code == 2
     error = capfd.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and str(folder) in error and (damage in error or damage != "config.json"), error
-
-
-@pytest.mark.parametrize("name", ["../other.safetensors", "/tmp/other.safetensors", "..", "sub/x.safetensors"])
-@pytest.mark.parametrize("model_impl", ["hf", "native"])
-def test_an_index_names_files_beside_it(folder: Path, name: Any, model_impl: str) -> None:
-    """A model that someone else made must not make us open files elsewhere."""
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match=r"index.json: .* must be the name of a file in the same folder"):
-        LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn

@@ -31,8 +31,8 @@ from folovllm.models.loader import load_model
 from folovllm.models.model_config import head_dim_of
 from folovllm.models.registry import build_model
 from folovllm.sampling_params import SamplingParams
+from tests.contract import DEVICE
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.m6.devices import DEVICE
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import Request, Workload, answered, serve
 

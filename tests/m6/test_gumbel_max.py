@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from folovllm.sample.noise import gumbel
-from tests.m6.devices import DEVICE
+from tests.contract import DEVICE
 from tests.tiny import worked_case
 
 pytest.importorskip("triton", reason="Triton is for Linux only")

@@ -13,7 +13,7 @@ from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sample.sampling_row import WORDS_AT
 from folovllm.sampling_params import SamplingParams
-from tests.m6.devices import DEVICE
+from tests.contract import DEVICE
 from tests.sampling import set_rows, spec_of
 
 pytest.importorskip("triton", reason="Triton is for Linux only")

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.step.packed import NOTHING, Field
 from folovllm.worker.device_tables import DeviceTables
+from tests.contract import DEVICE
 from tests.m4.cases import Paged, assert_close, starts
-from tests.m6.devices import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
