@@ -44,7 +44,6 @@ def test_a_worked_case_of_add_rms_norm():
 @pytest.mark.parametrize("hidden", [16, 72, 1000])
 def test_add_rms_norm(hidden, dtype):
     """Both results: the norm, and the sum that the next residual needs. The inputs stay as they were."""
-    torch.manual_seed(0)
     layer = norm(hidden, dtype)
     x, residual = (3 * torch.randn(4, hidden, device=DEVICE, dtype=dtype) for _ in range(2))
     before = x.clone(), residual.clone()
@@ -93,7 +92,6 @@ def test_norm_rounds_where_transformers_does(size, like_a_gpu):
 
     Each rounding left out changes a fifth of the results or more; another order of summing changes hardly one.
     """
-    torch.manual_seed(0)
     layer = norm(1000, torch.float16)
     x, residual = (size * torch.randn(4, 1000, device=DEVICE).half() for _ in range(2))
     for total, found, right in (
@@ -122,7 +120,6 @@ def test_silu_and_mul(width, late, dtype):
     """Widths that fill no block, one, and more than one. Dividing by the stream's root mean square afterwards is what a
     norm before the projection would have done; eps keeps a stream of zeros finite, and is what counts in a small one.
     """
-    torch.manual_seed(0)
     gate_up, stream = (4 * torch.randn(3, n, device=DEVICE, dtype=dtype) for n in (2 * width, 40))
     if not late:
         assert_close(silu_and_mul(gate_up), SiluAndMul()(gate_up))
@@ -140,7 +137,6 @@ def test_silu_and_mul(width, late, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gelu_and_mul(dtype):
     """Also far from zero, where the exponential is infinite."""
-    torch.manual_seed(0)
     gate_up = 4 * torch.randn(3, 144, device=DEVICE, dtype=dtype)
     gate_up[0, :4] = torch.tensor([-1e3, 1e3, -20.0, 0.0])
     assert_close(gelu_and_mul(gate_up), GeluAndMul()(gate_up))
@@ -154,7 +150,6 @@ def test_qk_norm_rope_store(heads, late, with_norm, dtype):
 
     `late`: queries, keys and values are first divided by the root mean square of the stream.
     """
-    torch.manual_seed(0)
     (num_heads, num_kv_heads), dim, block_size = heads, 16, 4
     rope = RotaryEmbedding(10000.0 ** -(torch.arange(0, dim, 2) / dim), 64).to(DEVICE)
     qkv = torch.randn(4, num_heads + 2 * num_kv_heads, dim, device=DEVICE, dtype=dtype)

@@ -172,7 +172,6 @@ def test_tiles_are_listed_once_each_and_padding_has_none(lens: list[int], rest: 
 
 
 def test_prefill_by_a_list_reads_and_writes_what_is_listed() -> None:
-    torch.manual_seed(0)
     lens, query_lens = [5, 20, 37, 0, 0], [5, 3, 20, 0, 12]
     paged = Paged.make(lens, 16, 1, 16)
     query = torch.randn(sum(query_lens), 2, 16, device=DEVICE)
@@ -189,7 +188,6 @@ def test_prefill_by_a_list_reads_and_writes_what_is_listed() -> None:
 ])  # fmt: skip
 def test_attention_of_a_padded_batch(decodes: list[int], chunks: list[tuple[int, int]]) -> None:
     """Room for four decodes, four prompts and 40 tokens. What no sequence owns is NaN, and its block numbers are wild."""
-    torch.manual_seed(0)
     d, n, room, tokens = len(decodes), len(chunks), 4, 40
     lens = [*decodes, *[0] * (room - d), *(length for _, length in chunks), *[0] * (5 - n)]
     new = [1] * d + [q for q, _ in chunks]

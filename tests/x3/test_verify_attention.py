@@ -147,7 +147,6 @@ class TestBackend:
         ids=["checks", "with a prompt", "decodes"],
     )
     def test_takes_steps_of_few_tokens(self, seqs: list[tuple[int, int]], num_decodes: int, is_its_own: bool) -> None:
-        torch.manual_seed(0)
         lens, new = map(list, zip(*seqs, strict=True))
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
         batch, backend = batch_of(lens, new, paged, num_decodes), TritonVerifyBackend(self.CONFIG, 6, 24)
@@ -159,7 +158,6 @@ class TestBackend:
 
     def test_the_benchmark_compares_like_with_like(self) -> None:
         """Both kernels are given the same captured step."""
-        torch.manual_seed(0)
         paged, query = Paged.make([40, 40], 16, 2, 32), torch.randn(8, 4, 32, device=DEVICE)
         step = verified(replace(make_batch([40, 40], 16, True, DEVICE), block_tables=paged.block_tables), 4)
         for backend in TritonBackend(self.CONFIG), TritonVerifyBackend(self.CONFIG, 4, 8):
@@ -169,7 +167,6 @@ class TestBackend:
 
     def test_a_captured_step_writes_no_row_of_padding(self) -> None:
         """A prompt and drafts with room for two sequences and four tokens more; then nothing but padding."""
-        torch.manual_seed(0)
         paged, backend = Paged.make([30, 50, 0, 0], 16, 2, 32), TritonVerifyBackend(self.CONFIG, 6, 39)
         query, real = torch.randn(39, 4, 32, device=DEVICE), [30, 5]
         batch = replace(batch_of([30, 50, 0, 0], [*real, 0, 4], paged, 0), is_padded=True, has_drafts=True)
@@ -187,7 +184,6 @@ class TestBackend:
     @pytest.mark.parametrize("is_padded", [False, True])
     def test_a_layer_with_a_window(self, is_padded: bool) -> None:
         """The step is planned once, for layers with and without; the prefill kernel is the one that knows windows."""
-        torch.manual_seed(0)
         lens, new, window = [70, 40, 0], [5, 6, 2], 12
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
         batch = replace(batch_of(lens, new, paged, 0), is_padded=is_padded, has_drafts=is_padded)
@@ -202,7 +198,6 @@ class TestBackend:
 
     def test_numbers_of_8_bits(self) -> None:
         """Their scales belong to a layer, the plan to the step: what is planned serves the copy with scales."""
-        torch.manual_seed(0)
         lens, new, scales = [75, 6, 33], [5, 6, 2], KVScales(0.25, 0.03)
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
         batch = batch_of(lens, new, paged, 0)
