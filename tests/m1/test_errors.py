@@ -163,11 +163,14 @@ class TestPrompts:
         ("repetition_penalty", [0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300]),
         ("presence_penalty", [float("nan"), 1e300, -2.1, "2"]),
         ("frequency_penalty", [float("inf"), 1e300, 2.1, None]),
+        ("logit_bias", [[1], {True: 1}, {"1.5": 1}, {1: float("nan")}, {1: "2"}]),
+        ("allowed_token_ids", [[], [1.0], 5]),
+        ("bad_words", ["no", ["a", ""]]),
     ],
 )
 def test_sampling_params(field: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(ValueError, match=field if field != "stop" else "stop string"):
+        with pytest.raises(ValueError, match={"stop": "stop string", "bad_words": "bad.word"}.get(field, field)):
             SamplingParams(**{field: value})
 
 

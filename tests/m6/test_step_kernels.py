@@ -55,10 +55,9 @@ class TestSmallLinear:
     def test_is_a_product(self, shape: tuple[int, int, int], dtype: torch.dtype, options: dict[str, Any]) -> None:
         """Rows of a larger tensor, with widths that fill no tile, added to a stream and not. The interpreter cuts bfloat16 off."""
         tokens, width, rows = shape
-        generator = torch.Generator().manual_seed(width)
-        x = (3 * torch.randn(tokens, width + 4, generator=generator)).to(DEVICE, dtype)[:, :width]
-        weight = torch.randn(rows * (1 + options.get("gated", False)), width, generator=generator) / width**0.5
-        weight, stream = weight.to(DEVICE, dtype), torch.randn(tokens, rows, generator=generator).to(DEVICE, dtype)
+        x = (3 * torch.randn(tokens, width + 4)).to(DEVICE, dtype)[:, :width]
+        weight = torch.randn(rows * (1 + options.get("gated", False)), width) / width**0.5
+        weight, stream = weight.to(DEVICE, dtype), torch.randn(tokens, rows).to(DEVICE, dtype)
         before, most = stream.clone(), {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}[dtype]
         for residual in (None, stream):
             expected = product(x, weight, residual=residual, **options)

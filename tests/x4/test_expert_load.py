@@ -143,8 +143,6 @@ class TestOff:
     def test_what_cannot_be_counted(self) -> None:
         with pytest.raises(ValueError, match=r"count_experts counts how often .* this model has none"):
             LLM(str(tiny_checkpoint()), count_experts=True, **SMALL)
-        with pytest.raises(ValueError, match="count_experts needs batches: take milestone m2 or later"):
-            EngineConfig(milestone="m1", count_experts=True)
 
 
 def test_choices_that_are_no_experts_count_nowhere() -> None:
