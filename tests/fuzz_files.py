@@ -3,8 +3,6 @@
 A refusal that ran out of memory, or anything that took more than 5 s of work, has failed too. A seed makes a damage again.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -10,8 +10,6 @@ Tiny models are initialised with a standard deviation of 0.3: at the usual 0.02 
 no test would notice a broken cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

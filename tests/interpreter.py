@@ -7,8 +7,6 @@ than most of the calls. Only the outermost function puts the builtins back, so w
 Much of the remaining time went into types: the shape of every block was wrapped, checked and printed anew. It is looked up.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import cache

@@ -1,7 +1,5 @@
 """Sampling specs, and rows of a `SamplerState` that have them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any

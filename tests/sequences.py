@@ -1,7 +1,5 @@
 """Sequences without a tokenizer, and a cache that only counts: what tests of schedulers and caches need."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -8,8 +8,6 @@ ends as the child does. What is started by the child, by `sys.executable` or by 
 The real interpreter runs what a fork could not do faithfully: options other than -P, -u, -m and -c, and an environment that differs in what was read when the libraries were imported (`READ_EARLY`).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl

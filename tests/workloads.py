@@ -4,8 +4,6 @@ The reference is M1: one request at a time through transformers' model. `Workloa
 sense of `tests.helpers`: tokens are equal up to the first step whose choice was a close call.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

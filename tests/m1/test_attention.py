@@ -1,7 +1,5 @@
 """`naive_attention`, `create_causal_mask`, and the two ways to store K/V."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """How many threads torch gets: one for a small model, more where they help, what the user says if he says so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace

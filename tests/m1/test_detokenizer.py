@@ -1,7 +1,5 @@
 """m1.7: text comes out a token at a time, all of it, and never half a character."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The chain of M1: one request at a time, step by step; abort; two engines in one process."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bad input gets one clear sentence before any work starts, and nothing else is lost."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """M1's answers: those of transformers' own `generate`, the softmax's, and a seed's, whatever runs beside."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator

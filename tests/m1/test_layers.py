@@ -1,7 +1,5 @@
 """RMSNorm, RotaryEmbedding, SiluAndMul and the linears against PyTorch's and transformers' own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

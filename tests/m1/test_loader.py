@@ -1,7 +1,5 @@
 """`load_model`: every weight in its place, every mistake named, nothing twice in memory."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable

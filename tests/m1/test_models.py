@@ -1,7 +1,5 @@
 """Every family against its Hugging Face twin: whole prompts, prompts in pieces, token by token, ragged batches."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The embedded models start without transformers: the same configuration, the same tokens."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

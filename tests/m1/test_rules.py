@@ -1,7 +1,5 @@
 """What a request allows, forbids or makes likelier: beside transformers' processors, and in answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Noise, filters, the draw, penalties: the unit tests of a sampler that keeps no state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """m1.6: when an answer is over; then the same through the engine, with text that streams."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

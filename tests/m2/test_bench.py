@@ -1,7 +1,5 @@
 """Benchmarks: the workloads are the ones they claim to be, and the figures follow from what was served."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

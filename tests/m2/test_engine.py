@@ -1,7 +1,5 @@
 """The engine around the batch: requests come, stream, fail, are aborted and leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

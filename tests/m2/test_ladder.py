@@ -1,7 +1,5 @@
 """The ladder: every milestone over one workload, its answers checked, the learner's beside the reference's."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whatever arrives, in whatever order: budgets hold, slots have one owner, nobody starves, everybody ends once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exercises m2.2 and m2.3: who takes part in a step, and what becomes of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The comparison of blocks and slots counts what it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

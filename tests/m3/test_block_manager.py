@@ -1,7 +1,5 @@
 """The block manager, a method at a time: tables, slots, growth, and blocks that come back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

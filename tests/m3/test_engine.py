@@ -1,7 +1,5 @@
 """Blocks of any size and pools of any size give M1's answers; with one block a sequence, M2's waste as well."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """m3.5: blocks back into token order, and the backend that does so."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

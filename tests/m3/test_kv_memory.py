@@ -1,7 +1,5 @@
 """How many blocks the memory holds, and what is said when it holds too few."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """m3.6: who gives way when no block is free, and what it keeps."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt

@@ -1,7 +1,5 @@
 """Any order of events: blocks add up, and the cache holds exactly the tokens it should."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """Nobody loses cache to somebody who ranks behind: a long prompt beside short requests that came later."""
 
-from __future__ import annotations
-
 import pytest
 
 from folovllm.cache.block_manager import BlockManager

@@ -1,7 +1,5 @@
 """M4's kernels on inputs of odd shapes, and what they give: `python -m tests.m4.kernel_results FILE` saves it, computed without Triton."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@ because Triton decides when it is first imported whether kernels are compiled or
     python -m tests.m4.offline_compile m4
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """numpy in Triton's place: the same results as Triton's interpreter, the same types, and errors that say where a kernel went wrong."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

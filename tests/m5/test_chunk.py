@@ -1,7 +1,5 @@
 """How many tokens of a sequence a step computes, when prompts come in chunks."""
 
-from __future__ import annotations
-
 from folovllm.engine.scheduler import chunk
 from folovllm.request import Sequence
 from tests.sequences import make_seq

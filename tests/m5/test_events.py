@@ -1,7 +1,5 @@
 """The stream of events: what a listener makes of it is what the engine's parts say themselves, and it is free where nobody listens."""
 
-from __future__ import annotations
-
 import inspect
 import random
 import sys

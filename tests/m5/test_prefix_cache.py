@@ -1,7 +1,5 @@
 """Blocks by the hash of their prefix: what is found, what is published, what is forgotten."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

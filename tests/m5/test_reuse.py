@@ -1,7 +1,5 @@
 """With the cache and with chunks, every answer is what it was without."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -8,8 +8,6 @@ prints a JSON object: for each engine, how many variants the start met, those of
 those that only serving met.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

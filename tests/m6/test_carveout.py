@@ -1,7 +1,5 @@
 """Which kernels set their carveout. No GPU needed."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import nullcontext
 from types import SimpleNamespace

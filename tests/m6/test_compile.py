@@ -1,7 +1,5 @@
 """`compile=True`: other code for the same layers, the same answers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

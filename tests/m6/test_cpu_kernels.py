@@ -1,7 +1,5 @@
 """The kernels for a CPU, beside float64 and the layers in torch; and what happens where no compiler is."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A dry run compiles what a thread launches, many kernels at once, and launches nothing. No GPU needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

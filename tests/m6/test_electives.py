@@ -1,7 +1,5 @@
 """The hooks of `folovllm.plugins`, and those by which an elective changes an engine, with doubles that are no electives."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

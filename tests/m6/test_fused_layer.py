@@ -1,7 +1,5 @@
 """Decoder layers that fold their norms away: what they compute, how exactly, and what they leave behind."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

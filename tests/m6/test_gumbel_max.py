@@ -1,7 +1,5 @@
 """The one-pass draw against the sampler's: the same noise, the same tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One step late, and nobody notices. (That the answers are M1's: `test_sampling_rows.py`.)"""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

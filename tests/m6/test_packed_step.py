@@ -1,7 +1,5 @@
 """A packed step says what `InputBatch` says, with less to carry."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence as SequenceOf
 

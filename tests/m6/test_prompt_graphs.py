@@ -1,7 +1,5 @@
 """Captured steps with prompts say and compute what the eager ones do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

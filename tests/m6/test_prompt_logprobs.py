@@ -1,7 +1,5 @@
 """Log-probabilities of prompts: transformers' own, at every preset, in chunks, after preemption. Of two ranks: `test_tensor_parallel.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The decode kernels that take in the new tokens themselves: the same numbers as a kernel before them, and the same cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`tools/referee.py` on a CPU: the engine's steps in one graph, and the check of their logits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

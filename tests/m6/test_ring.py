@@ -1,7 +1,5 @@
 """The ring: what a writer and its readers do, and in which order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

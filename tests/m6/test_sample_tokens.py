@@ -1,7 +1,5 @@
 """Penalties and filters on the device, by row, against the sampler's: the same survivors, the same tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

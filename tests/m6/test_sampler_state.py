@@ -1,7 +1,5 @@
 """Fields and lines by row, in torch: what the runner hands over, what sampling makes of it, and the log-probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

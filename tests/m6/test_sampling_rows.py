@@ -1,7 +1,5 @@
 """Whatever a request asks for, M6 gives M1's answer, in pools of every kind, and no step waits for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank holds, a function at a time: no process is started here, the ranks are computed one after the other."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels that a captured step is made of, against their torch twins."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The order of things in one turn of the overlapped loop, with a scheduler and a device that only keep a log."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A product that adds up over ranks in its last lines, beside the product and the sum that are kernels of their own."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import socket

@@ -3,8 +3,6 @@
 Also what crosses between processes, and where a child process looks for modules.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

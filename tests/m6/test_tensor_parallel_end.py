@@ -1,7 +1,5 @@
 """However an engine of several ranks ends, it ends soon, says why, and leaves nothing: no process, no file, no descriptor."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Several machines, or so it seems: two torchruns on the loopback interface, one rank each; and a rank for each of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 The functions that cut a weight are the exercises of `test_shards.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A weight format is one class: the same model over weights of another kind, whole, with fused layers, and in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests that take an engine through every kind of step, and a look at what Triton compiles meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Requests that come and go at random, over a device that only remembers: a scheduler with drafts, a cache, and nothing else."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf

@@ -1,7 +1,5 @@
 """Hybrid checkpoints with a random head for multi-token prediction, as they are published, and the head as a plain loop."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

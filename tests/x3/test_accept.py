@@ -1,7 +1,5 @@
 """x3.2: which of the sampled tokens plain decoding would have sampled as well."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The proposers by name, in the real engine: the text is plain decoding's, and where drafts do not pay there are none."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A draft model drafts what it would write alone, whatever was accepted or rejected before."""
 
-from __future__ import annotations
-
 import weakref
 from random import Random
 from typing import Any

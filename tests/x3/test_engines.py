@@ -1,7 +1,5 @@
 """Drafts where an engine is short of room, is interrupted, or has two ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who listens to the events of an engine with drafts knows what its parts know; and what a configuration may say."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Whatever satisfies `DraftHead` can draft: here a double that is no elective's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The arithmetic of a draft head: its input, its chain, and what survives a rejection."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

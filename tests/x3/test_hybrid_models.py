@@ -1,7 +1,5 @@
 """Drafts in models with states: a rejected draft token leaves no trace, so every text is the one without drafts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever is drafted, an answer is the one that plain decoding gives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The head within a hybrid model's checkpoint drafts what the published definition drafts, and no text changes."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile

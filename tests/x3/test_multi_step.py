@@ -1,7 +1,5 @@
 """A multi-step decode samples what its steps would sample one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

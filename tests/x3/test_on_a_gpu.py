@@ -1,7 +1,5 @@
 """Drafts on a GPU: captured steps and chains, the kernels that sample and pair, and a row's words after a rejected draft token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """A step takes draft tokens from the device by their placeholder ids, whatever else a sample depends on, and whoever watches."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

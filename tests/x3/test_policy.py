@@ -1,7 +1,5 @@
 """The policy by itself: averages, probes, rests, and what steps are charged with. In an engine: `test_two_percent`, `test_draft_sits_out`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from random import Random

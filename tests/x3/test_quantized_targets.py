@@ -1,7 +1,5 @@
 """A head of 16 bits beside a model in codes: the text is the model's own, and drafts come from the hidden states that it has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """x3.3: the table of a sequence is cut back to the blocks that hold a computed token."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

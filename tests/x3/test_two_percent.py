@@ -4,8 +4,6 @@ The scheduler, the proposers and those who decide are the engine's own. A step t
 there, and proposers take what their Python takes: nothing of it is hidden behind the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from random import Random

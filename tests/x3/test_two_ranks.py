@@ -1,7 +1,5 @@
 """Steps are values, so ranks and other processes need to know nothing of drafts, nor of who makes them."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The attention of checked rows: its work list, the kernel, and the backend that chooses it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

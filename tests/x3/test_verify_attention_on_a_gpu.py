@@ -1,7 +1,5 @@
 """The attention of checked rows on a GPU: half precision, 8 bits, captured graphs, races."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

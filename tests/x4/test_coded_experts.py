@@ -1,7 +1,5 @@
 """Checkpoints whose experts are quantized, as their writers lay them out: answers, ranks, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

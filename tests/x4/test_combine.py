@@ -1,7 +1,5 @@
 """x4.4: what a token's experts said, added up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """How often each expert is asked: as transformers' router has it, with padding, overlap and ranks; and who gets to know it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """The product of all experts in one kernel, and the kernels that choose and add up, beside torch's way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Models with experts against their Hugging Face twins, on every preset, and on two ranks."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import replace

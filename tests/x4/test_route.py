@@ -1,7 +1,5 @@
 """x4.1: which experts a token asks, and how much each of them counts."""
 
-from __future__ import annotations
-
 import torch
 
 from folovllm.electives.moe.layers import route

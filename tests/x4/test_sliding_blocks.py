@@ -1,7 +1,5 @@
 """Blocks behind a window are given back while a sequence runs, and nothing that a token sees is ever another's."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

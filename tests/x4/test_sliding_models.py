@@ -1,7 +1,5 @@
 """Models with sliding windows against their Hugging Face twins: prompts longer than the window, on every backend and preset."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

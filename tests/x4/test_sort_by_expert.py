@@ -1,7 +1,5 @@
 """x4.2: pairs (token, expert) in the order of experts."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """The embedded mixture of experts: its files, its logits against transformers', its stories, and that no expert idles."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """x4.3: tiles of the grouped product: whose each of them is, and what it computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

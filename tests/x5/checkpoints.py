@@ -1,7 +1,5 @@
 """Tiny hybrid models: those of each family, and random geometries."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile

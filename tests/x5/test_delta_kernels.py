@@ -1,7 +1,5 @@
 """The kernels of Gated DeltaNet give what the torch form gives: a ragged batch, chunks that end anywhere, padding, slots of others."""
 
-from __future__ import annotations
-
 from operator import add
 from types import SimpleNamespace
 from typing import Any

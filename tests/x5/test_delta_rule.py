@@ -1,7 +1,5 @@
 """x5.1 and x5.2: the delta rule, a token at a time and a chunk at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

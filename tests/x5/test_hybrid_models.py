@@ -1,7 +1,5 @@
 """Hybrid models against their Hugging Face twins: random geometries, every preset, chunks that end anywhere, reused slots."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tokens that may be rejected: whatever is drafted and accepted, each output is that of the accepted tokens before it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """x5.3: the short convolution and its state."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

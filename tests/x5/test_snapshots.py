@@ -1,7 +1,5 @@
 """x5.4 and x5.5: snapshots of states, by whom they are found, and which of them goes; then all of it in an engine."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """The embedded hybrid model: its files, its logits against transformers', its stories."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

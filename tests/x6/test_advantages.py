@@ -1,7 +1,5 @@
 """x6.1: how much better each answer is than its group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """x6.3: attention whose sums are split at the same places, whatever else is there."""
 
-from __future__ import annotations
-
 from math import exp, log
 
 import pytest

@@ -1,7 +1,5 @@
 """A request has the same bits whatever else the engine does: the promise of `batch_invariant=True`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

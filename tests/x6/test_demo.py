@@ -1,7 +1,5 @@
 """The demo: its rewards, its loop, and what it leaves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

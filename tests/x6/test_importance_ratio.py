@@ -1,7 +1,5 @@
 """x6.4: the importance ratio, from the log-probabilities of engine and trainer."""
 
-from __future__ import annotations
-
 from math import log
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels whose result for a token has the same bits in any batch: interpreted here, compiled on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantized weights in place: after an update the engine is one that began with the new codes, bit by bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Sleep gives memory back, and an engine that wakes is the one that fell asleep."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server with `--enable-sleep-mode` has vLLM's three addresses. (`tests/x1/test_addresses.py` knows that without it there are none of them.)"""
 
-from __future__ import annotations
-
 import http.client
 import json
 

@@ -1,7 +1,5 @@
 """Other weights in place: what is computed, cached and captured afterwards is the new weights'."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
