@@ -244,10 +244,10 @@ def _status(words: list[str]) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return -signal.SIGINT
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
 
@@ -256,7 +256,7 @@ def _main(words: list[str]) -> None:
     libraries = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     options, (kind, *rest) = options_of(words)
     if "-u" in options:
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(write_through=True)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind in ("-m", "-c"):
         what, *rest = rest
@@ -265,7 +265,7 @@ def _main(words: list[str]) -> None:
         what, first, sys.argv = kind, os.path.dirname(os.path.realpath(kind)), [kind, *rest]
     sys.path[:0] = [*([] if "-P" in options else [first]), *libraries]
     if kind == "-m":
-        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+        runpy._run_module_as_main(what)
     elif kind == "-c":
         exec(compile(what, "<string>", "exec"), vars(main))
     else:
@@ -276,7 +276,7 @@ def _main(words: list[str]) -> None:
 def _end(status: int) -> None:
     """As an interpreter does, but for taking apart what there is."""
     with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):

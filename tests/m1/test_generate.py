@@ -43,7 +43,7 @@ def hf() -> Iterator[LLM]:
 
 
 def run(llm: LLM, prompts: object, params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
-    return llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+    return llm.generate(prompts, params, use_tqdm=False)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -104,7 +104,7 @@ class TestBadWords:
                 assert not add_special_tokens
                 return {"cat": [1, 2], " cat": [3], "dog": [4], " dog": [5], "a b": [6, 7], " a b": [8, 7]}[text]
 
-        found = bad_word_tokens(Words(), ["cat", " dog", "a b", "dog"])  # type: ignore[arg-type]
+        found = bad_word_tokens(Words(), ["cat", " dog", "a b", "dog"])
         assert found == ((1, 2), (3,), (4,), (5,), (6, 7), (8, 7))
 
     @pytest.mark.parametrize("words", [["x"] * 129, ["x" * (1 + MAX_BAD_TOKENS)], [f"{i:03}" * 3 for i in range(120)]])
@@ -115,7 +115,7 @@ class TestBadWords:
 
 class TestParams:
     def test_other_forms(self) -> None:
-        params = SamplingParams(logit_bias={"5": 2, 6: np.float32(1)}, bad_words=None)  # type: ignore[arg-type, dict-item]
+        params = SamplingParams(logit_bias={"5": 2, 6: np.float32(1)}, bad_words=None)
         assert params.logit_bias == {5: 2.0, 6: 1.0} and params.bad_words == []
         assert SamplingParams(logit_bias={}).logit_bias is None
 
@@ -130,7 +130,7 @@ class TestAnswers:
 
     def ask(self, engine: LLMEngine, **fields: Any) -> tuple[str, list[int]]:
         params = SamplingParams(**{"max_tokens": 25, "ignore_eos": True, "temperature": 8.0, "seed": 3} | fields)
-        output = engine.generate([[5, 6, 7]], params)[0]  # type: ignore[index]
+        output = engine.generate([[5, 6, 7]], params)[0]
         return output.outputs[0].text, output.outputs[0].token_ids
 
     def test_no_bad_word(self, engine: LLMEngine) -> None:

@@ -299,7 +299,7 @@ class TestPenalties:
     def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
         logits = torch.ones(3, 5)
         asked = [{}, {"presence_penalty": 2.0}, {"allowed_token_ids": [3]}]
-        seqs = [sequence(SamplingParams(**fields), [0], [2]) for fields in asked]  # type: ignore[arg-type]
+        seqs = [sequence(SamplingParams(**fields), [0], [2]) for fields in asked]
         out = penalized(logits, *seqs)
         assert out[0].tolist() == [1] * 5 and out[1, 2] == -1 and logits.eq(1).all()
         assert out[2].isfinite().tolist() == [False, False, False, True, False]

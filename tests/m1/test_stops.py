@@ -36,8 +36,8 @@ class Text:
 
 
 def sequence(answer: list[int], max_tokens: int = 9, found: str | None = None, **params: object) -> Sequence:
-    request = Request("r", [5, 6, 1], SamplingParams(**params), max_tokens, 0, EOS)  # type: ignore[arg-type]
-    seq = Sequence(request, Text(found))  # type: ignore[arg-type]
+    request = Request("r", [5, 6, 1], SamplingParams(**params), max_tokens, 0, EOS)
+    seq = Sequence(request, Text(found))
     for token in answer:
         seq.append_token(token)
     return seq
@@ -60,7 +60,7 @@ class TestCheckStopConditions:
         for name, seq in cases.items():
             status = check_stop_conditions(seq)
             got[name] = status and [status.value, seq.stop_reason]
-        got["is it skipped for good?"] = early.detokenizer.skips == 1  # type: ignore[attr-defined]
+        got["is it skipped for good?"] = early.detokenizer.skips == 1
         answers = [None, ["stop", None], ["stop", None], None, ["length", None], ["stop", 8], None, True]
         says = "for each answer None (go on), or how it ended and its stop_reason"
         worked_case("m1.6", got, dict(zip(got, answers, strict=True)), says)
@@ -100,7 +100,7 @@ class TestCheckStopConditions:
         assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == "x", (
             "the string that the detokenizer found ends the answer and is its stop_reason"
         )
-        assert seq.detokenizer.searches == [(["x", "y"], include)], (  # type: ignore[attr-defined]
+        assert seq.detokenizer.searches == [(["x", "y"], include)], (
             "find_stop was to be asked once, with the request's strings and its include_stop_str_in_output"
         )
 
@@ -109,12 +109,12 @@ class TestCheckStopConditions:
         seq = sequence([7, token], found="x", stop=["x"], stop_token_ids=[8])
         assert check_stop_conditions(seq) is STOPPED, "the token ends the answer"
         assert seq.stop_reason == why, "rules 2 and 3 come before 4: it was the token, and the text is not cut"
-        assert seq.detokenizer.searches == [], "decoding costs time"  # type: ignore[attr-defined]
+        assert seq.detokenizer.searches == [], "decoding costs time"
 
     def test_no_stop_strings_no_text(self) -> None:
         seq = sequence([7], found="x")
         assert check_stop_conditions(seq) is None, "no stop strings, no search"
-        assert seq.detokenizer.searches == [], "decoding costs time"  # type: ignore[attr-defined]
+        assert seq.detokenizer.searches == [], "decoding costs time"
 
     def test_min_tokens_forbids_all_but_length(self) -> None:
         for answer, more in (([7, 1], {}), ([7, 8], {"stop_token_ids": [8]}), ([7, 8], {"stop": ["x"]})):
@@ -126,18 +126,18 @@ class TestCheckStopConditions:
     def test_an_early_stop_string_is_skipped_for_good(self) -> None:
         seq = sequence([7], found="x", stop=["x"], min_tokens=2)
         assert check_stop_conditions(seq) is None, "before min_tokens no stop string ends the answer"
-        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches, (  # type: ignore[attr-defined]
+        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches, (
             "skip_search was to be called once and find_stop not at all"
         )
         assert check_stop_conditions(late := sequence([7, 7], found="x", stop=["x"], min_tokens=2)) is STOPPED, (
             "min_tokens is reached: the string is searched"
         )
-        assert late.detokenizer.skips == 0, "min_tokens is reached: nothing is skipped any more"  # type: ignore[attr-defined]
+        assert late.detokenizer.skips == 0, "min_tokens is reached: nothing is skipped any more"
 
     def test_no_text_for_min_tokens_alone(self) -> None:
         seq = sequence([7], min_tokens=2)
         assert check_stop_conditions(seq) is None, "before min_tokens: go on"
-        assert seq.detokenizer.skips == 0, "decoding costs time"  # type: ignore[attr-defined]
+        assert seq.detokenizer.skips == 0, "decoding costs time"
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -164,7 +164,7 @@ class TestStopsInTheEngine:
     @pytest.mark.parametrize("include", [False, True])
     def test_a_stop_string_over_several_tokens(self, llm: LLM, plain: RequestOutput, include: bool) -> None:
         text = plain["text"]
-        stop = re.search(r"[\x20-\x7e]{3}", text).group()  # type: ignore[union-attr]
+        stop = re.search(r"[\x20-\x7e]{3}", text).group()
         outputs = stream(llm, replace(GREEDY, stop=[stop], include_stop_str_in_output=include))
         last = outputs[-1].outputs[0]
         at = text.index(stop)
@@ -176,7 +176,7 @@ class TestStopsInTheEngine:
     def test_text_that_may_begin_a_stop_string_is_held_back(self, llm: LLM, plain: RequestOutput) -> None:
         """No text is shown that a stop string could take back, from the first token on."""
         for length in (2, 5, 9):
-            end = re.search(rf"[^\ufffd]{{{length}}}", plain["text"]).group()  # type: ignore[union-attr]
+            end = re.search(rf"[^\ufffd]{{{length}}}", plain["text"]).group()
             shown = ""
             for output in stream(llm, replace(GREEDY, stop=[end])):
                 shown += output.outputs[0].delta_text
@@ -217,7 +217,7 @@ class TestStopsInTheEngine:
             assert answer.text == llm.tokenizer.decode(ids, skip_special_tokens=True)
 
     def test_min_tokens_skips_early_stop_strings(self, llm: LLM, plain: RequestOutput) -> None:
-        stop = re.search(r"[\x20-\x7e]{2}", plain["text"]).group()  # type: ignore[union-attr]
+        stop = re.search(r"[\x20-\x7e]{2}", plain["text"]).group()
         out = llm.generate(PROMPT, replace(GREEDY, stop=[stop], min_tokens=40), use_tqdm=False)[0].outputs[0]
         assert out.text == plain["text"] and out.finish_reason == "length"
 

@@ -240,7 +240,7 @@ class TestSchedule:
         assert scheduled_seqs(scheduler, output) == [("a", 3, 1)], "v has no part in the step any more"
         assert output.preempted == (v.seq_id,) and output.num_tokens == 1, "its tokens are not computed"
         assert (v.status, v.num_computed_tokens) == (SequenceStatus.WAITING, 0), "v waits, with nothing computed"
-        assert list(scheduler.kv.held) == [a], "v holds no cache"  # type: ignore[attr-defined]
+        assert list(scheduler.kv.held) == [a], "v holds no cache"
         assert decide(scheduler) == [("a", 4, 2), ("v", 0, 2)], "its 3 tokens and its place are given to the next step"
 
     def test_after_a_preemption_nobody_is_admitted(self) -> None:

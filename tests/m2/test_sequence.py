@@ -122,4 +122,4 @@ def test_answers_share_their_request() -> None:
     assert first.num_unscored_tokens == 1
     assert make_seq(4).num_unscored_tokens == 0, "nobody asked for any"
     with pytest.raises(AttributeError):
-        first.request.seed = 1  # type: ignore[misc]
+        first.request.seed = 1

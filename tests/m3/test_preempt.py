@@ -33,7 +33,7 @@ class TestPreempt:
             scheduler.add(make_seq(name=name, priority=priority))
         scheduler.running = [c, a, b]
         victim = preempt(scheduler, [c, a, b])
-        held = scheduler.kv.held  # type: ignore[attr-defined]
+        held = scheduler.kv.held
         got = {
             "victim": victim and victim.request_id,
             "running": [seq.request_id for seq in scheduler.running],

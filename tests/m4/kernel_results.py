@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 if __name__ == "__main__":
-    sys.modules["triton"] = None  # type: ignore[assignment]  # as if it were not installed: numpy stands in
+    sys.modules["triton"] = None  # as if it were not installed: numpy stands in
 
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode

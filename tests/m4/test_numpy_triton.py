@@ -62,7 +62,7 @@ def test_types_of_results(divides: bool) -> None:
 
 
 @jit
-def scale(out_ptr: Any, x_ptr: Any, count: Any, factor: Any, SIZE: tl.constexpr) -> None:  # type: ignore[valid-type]
+def scale(out_ptr: Any, x_ptr: Any, count: Any, factor: Any, SIZE: tl.constexpr) -> None:
     i = tl.arange(0, SIZE)
     tl.store(out_ptr + i, tl.load(x_ptr + i, mask=i < count) * factor, mask=i < count)
 

@@ -68,7 +68,7 @@ class World:
 
     def __init__(self, served: LLMEngine, seed: int) -> None:
         self.engine, self.die = served, random.Random(seed)
-        self.engine.core.executor = NoDevice(served.executor.num_kv_blocks, self.die)  # type: ignore[assignment]
+        self.engine.core.executor = NoDevice(served.executor.num_kv_blocks, self.die)
         self.watcher, self.seen, self.names = Watcher(), list[ev.Event](), 0
         served.subscribe(self.watcher)
         served.subscribe(self.seen.extend)
@@ -121,7 +121,7 @@ def engines() -> Iterator[dict[str, LLMEngine]]:
     """One engine a milestone, made when it is asked for; examples follow one another on it: the cache of one is the past of the next."""
     yield (made := {})
     for served in made.values():
-        served.executor.shutdown = lambda: None  # type: ignore[method-assign]
+        served.executor.shutdown = lambda: None
 
 
 @pytest.mark.parametrize("milestone", ["m3", *EVERY])

@@ -36,6 +36,6 @@ def test_kernels_for_one_or_two_tokens(overlaps: bool, driver_says: int, monkeyp
         refused = overlaps and driver_says and (name, tokens) in SETS
         error = pytest.raises(RuntimeError, match=f"the carveout of {name} cannot be set: .* 400")
         with error if refused else nullcontext():
-            carveout.divide_memory(SimpleNamespace(name=name, src=source, function=tokens))  # type: ignore[arg-type]
+            carveout.divide_memory(SimpleNamespace(name=name, src=source, function=tokens))
     expected = [(function, carveout.PREFERRED_CARVEOUT, carveout.SHARE) for function in (1, 2, 7)]
     assert told == (expected if overlaps else [])

@@ -94,7 +94,7 @@ class TestQuantization:
         monkeypatch.setattr(registry, "QUANTIZATION", f"{__name__}:Halving")
         monkeypatch.setattr(Halving, "asked", [])
         with llm(quantization="halved") as engine:
-            runner = engine.engine.executor._worker.runner  # type: ignore[attr-defined]
+            runner = engine.engine.executor._worker.runner
             kinds = {
                 name.split(".")[-1]: type(m.linear_method)
                 for name, m in runner.model.named_modules()
@@ -114,17 +114,17 @@ class TestQuantization:
             llm(quantization="int4", random_weights=True)
         config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
         with pytest.raises(ValueError, match=r"needs the package folovllm\.gone"):
-            registry.quantization_hook(config)  # type: ignore[arg-type]
+            registry.quantization_hook(config)
 
 
 class TestModels:
     def test_a_model_of_another_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, "MODELS", {"Twin": __name__})
-        assert registry.get_model_class(SimpleNamespace(architectures=["Twin"])) is Twin  # type: ignore[arg-type]
+        assert registry.get_model_class(SimpleNamespace(architectures=["Twin"])) is Twin
 
         monkeypatch.setattr(registry, "MODELS", {"Twin": "folovllm.gone.twin"})
         with pytest.raises(ValueError, match=r"a model of architecture Twin needs the package folovllm\.gone"):
-            registry.get_model_class(SimpleNamespace(architectures=["Twin"]))  # type: ignore[arg-type]
+            registry.get_model_class(SimpleNamespace(architectures=["Twin"]))
 
 
 class Twin(LlamaForCausalLM):
@@ -215,7 +215,7 @@ def test_what_it_returns_stands_in_the_engine(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Counts, "called", [])
     monkeypatch.setattr(extensions, "EXTENSIONS", {"counting": (f"{__name__}:Counts", lambda config: True)})
     with llm() as own:
-        scheduler, runner = own.engine.scheduler, own.engine.executor._worker.runner  # type: ignore[attr-defined]
+        scheduler, runner = own.engine.scheduler, own.engine.executor._worker.runner
         for part, kind in ((scheduler, Scheduler), (runner, GraphRunner)):
             assert isinstance(part, kind) and type(part).__name__ == "Own"
         assert own.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids == expected

@@ -252,7 +252,7 @@ def divided(x: torch.Tensor, stream: torch.Tensor | None, eps: float) -> torch.T
     return (x.float() / root.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
 
 
-def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):  # type: ignore[no-untyped-def]
+def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):
     """`skinny_linear`: float32 until the result, but for gate and up."""
     y = F.linear(x.float(), weight.float())
     y = y if norm_eps is None else divided(y, x, norm_eps)
@@ -260,9 +260,7 @@ def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):  # type:
     return (y if residual is None else y + residual).to(x.dtype)
 
 
-def torch_store(  # type: ignore[no-untyped-def]
-    query, key, value, positions, kv_cache, slots, preparation, stream=None, stream_eps=0.0
-):
+def torch_store(query, key, value, positions, kv_cache, slots, preparation, stream=None, stream_eps=0.0):
     """`qk_norm_rope_store`."""
     query, key, value = (divided(x, stream, stream_eps) for x in (query, key, value))
     weights, eps = (preparation.q_weight, preparation.k_weight), preparation.eps

@@ -97,7 +97,7 @@ def test_an_engine_that_was_dropped_without_close_is_collected(real_freezing: No
     served.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4), stream=False)
     while served.has_unfinished_requests():
         served.step()
-    held = [*map(weakref.ref, (served, served.scheduler, served.executor._worker.runner.model))]  # type: ignore[attr-defined]
+    held = [*map(weakref.ref, (served, served.scheduler, served.executor._worker.runner.model))]
     assert all(ref() is not None for ref in held)
     del served
     gc.collect()

@@ -241,7 +241,7 @@ def assert_same_batch(actual: ForwardBatch, expected: ForwardBatch) -> None:
 class Labelled(BlockManager):
     """A cache manager whose steps carry two matrices, of owners of its own, for each sequence with an even number of tokens."""
 
-    def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:  # type: ignore[override]
+    def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:
         own = [[i, scheduled.seq_id] for i, scheduled in enumerate(scheduled_seqs) if scheduled.end % 2 == 0]
         return {"labels": np.array(own, np.int32), "an owner's name": np.array(own, np.int32)[:, :1]} if own else None
 

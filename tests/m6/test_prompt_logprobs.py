@@ -129,4 +129,4 @@ def test_as_many_as_the_engine_gives() -> None:
         served.add_request("r", [1, 2], SamplingParams(prompt_logprobs=4))
     with pytest.raises(ValueError, match="prompt_logprobs must be 0 or more"):
         SamplingParams(prompt_logprobs=-1)
-    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1  # type: ignore[arg-type]
+    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1

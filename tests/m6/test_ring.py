@@ -54,7 +54,7 @@ def watched(ring: Ring) -> list[str]:
         array.name, array.log = name, log
         setattr(ring, field, array)
     order = ring._order
-    ring._order = lambda: log.append(FENCE) or order()  # type: ignore[method-assign]
+    ring._order = lambda: log.append(FENCE) or order()
     return log
 
 

@@ -40,13 +40,13 @@ class InItsFile:
 class TestColumnAndRow:
     def test_a_worked_case_of_column(self) -> None:
         weight = InItsFile(numbered(4, 2))
-        got = {"part": shard_column(weight, 1, 2), "numbers read": weight.num_read}  # type: ignore[arg-type]
+        got = {"part": shard_column(weight, 1, 2), "numbers read": weight.num_read}
         says = "rank 1 of 2 holds the last two of the rows [0, 1], [2, 3], [4, 5], [6, 7], and reads no others"
         worked_case("m6.6 column", got, {"part": [[4.0, 5.0], [6.0, 7.0]], "numbers read": 4}, says)
 
     def test_a_worked_case_of_row(self) -> None:
         weight = InItsFile(numbered(2, 4))
-        got = {"part": shard_row(weight, 1, 2), "numbers read": weight.num_read}  # type: ignore[arg-type]
+        got = {"part": shard_row(weight, 1, 2), "numbers read": weight.num_read}
         says = "rank 1 of 2 holds the last two columns of the rows [0, 1, 2, 3] and [4, 5, 6, 7], and reads no others"
         worked_case("m6.6 row", got, {"part": [[2.0, 3.0], [6.0, 7.0]], "numbers read": 4}, says)
 
@@ -127,7 +127,7 @@ def embedding(weight: torch.Tensor, rank: int, size: int, all_reduce: Any) -> Sh
     layer = ShardedEmbedding.__new__(ShardedEmbedding)
     torch.nn.Module.__init__(layer)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.group = SimpleNamespace(rank=rank, size=size, all_reduce=all_reduce)  # type: ignore[assignment]
+    layer.group = SimpleNamespace(rank=rank, size=size, all_reduce=all_reduce)
     return layer
 
 
@@ -183,7 +183,7 @@ class TestVocabParallelEmbedding:
     def test_one_rank_has_a_row_and_the_others_give_zeros(self, size: int) -> None:
         ids = torch.tensor([0, 9, 3, 4, 7, 8, 5, 4])
         weight, given = self.parts(ids, size)
-        assert torch.equal(sum(given), weight[ids]), "the ranks' parts add up to the rows of the whole embedding"  # type: ignore[arg-type]
+        assert torch.equal(sum(given), weight[ids]), "the ranks' parts add up to the rows of the whole embedding"
         owners = torch.stack([(part != 0).any(-1) for part in given])
         assert (owners.sum(0) == 1).all(), "one rank gives the row, the others zeros"
 

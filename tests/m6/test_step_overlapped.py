@@ -22,7 +22,7 @@ class Script:
     def schedule(self) -> SchedulerOutput:
         name = self.steps[self.turn]
         self.log.append(f"schedule {name}".strip())
-        return SchedulerOutput((name,) if name else ())  # type: ignore[list-item]
+        return SchedulerOutput((name,) if name else ())
 
 
 class Loop(OverlappedEngine):
@@ -51,7 +51,7 @@ class Loop(OverlappedEngine):
         return [f"out {name}"]
 
 
-def run(*steps: str, waits: set[int] = frozenset(), turns: int = 0) -> tuple[list[str], list[list[Any]], Loop]:  # type: ignore[assignment]
+def run(*steps: str, waits: set[int] = frozenset(), turns: int = 0) -> tuple[list[str], list[list[Any]], Loop]:
     """All turns: the log, what each turn returned, and the loop."""
     loop = Loop(list(steps), waits, turns or len(steps))
     return loop.log, [loop.step_overlapped() for _ in steps], loop

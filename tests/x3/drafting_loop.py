@@ -131,7 +131,7 @@ class Device:
         text = list(self.slots[table[before // self.size]][before % self.size]) if scheduled.start else []
         for position, token in enumerate(tokens, scheduled.start):
             text.append(token)
-            self.slots[table[position // self.size]][position % self.size] = tuple(text)  # type: ignore[call-overload]
+            self.slots[table[position // self.size]][position % self.size] = tuple(text)
         return text
 
 

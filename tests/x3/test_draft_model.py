@@ -114,7 +114,7 @@ def test_a_closed_engine_holds_no_draft_weights(milestone: str, method: str, mon
     fields: dict[str, Any] = {"milestone": milestone, "device": "cpu", "max_model_len": LENGTH, "use_tqdm": False}
     llm = LLM(model, **fields, max_num_seqs=2, speculative_config=config)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    weights = weakref.ref(made[0]._executor._worker.runner.model)  # type: ignore[attr-defined]
+    weights = weakref.ref(made[0]._executor._worker.runner.model)
     llm.close()
     llm.close()
     assert weights() is None

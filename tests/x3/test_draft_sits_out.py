@@ -52,7 +52,7 @@ class Drafting(Served):
         self.writer, self.forces = Writer(clock := Clock()), forces
         sizes: Any = SimpleNamespace(max_num_batched_tokens=2**16, max_model_len=2**16, block_size=16)
         sizes.max_num_seqs = max_num_seqs
-        draft = DraftModel(self.writer, sizes)  # type: ignore[arg-type]
+        draft = DraftModel(self.writer, sizes)
         super().__init__(max_num_seqs, grammars=True, clock=clock, draft=draft, **how)
         self.writer.texts, add = self.texts, self.scheduler.add
 
@@ -61,7 +61,7 @@ class Drafting(Served):
             if self.is_known(self.texts[seq.seq_id]):
                 self.writer.knows.add(seq.seq_id)
 
-        self.scheduler.add = note  # type: ignore[method-assign]
+        self.scheduler.add = note
         self.policy.cost.first_draft_token, self.policy.cost.per_draft_token = A_RUN, A_STEP
 
     def is_known(self, text: list[int]) -> bool:
@@ -104,7 +104,7 @@ def test_others_in_the_batch_are_still_served() -> None:
     """One answer has a grammar that rules out what the small model writes, and it writes what the other one says."""
     drafting = Drafting(2)
     texts = [story(1, 400), story(2, 400)]
-    drafting.is_known = lambda text: text is texts[1]  # type: ignore[method-assign]
+    drafting.is_known = lambda text: text is texts[1]
     drafting.serve(texts, 45, without_grammar=[1])
     (other,) = drafting.writer.knows
     assert drafting.speculation.num_accepted > 200 and drafting.writer.runs[other] > 15

@@ -260,7 +260,7 @@ def served_one_by_one(pair: Pair, head: dict[str, Any]) -> list[RequestOutput]:
     engine, hits, outputs = make_engine(**pair.fields, **head), [0], list[RequestOutput]()
     for one in pair.requests:
         outputs += serve(engine, [one])
-        hits.append(engine.scheduler.kv.stats.tokens_hit)  # type: ignore[union-attr]
+        hits.append(engine.scheduler.kv.stats.tokens_hit)
     pair.check(outputs)
     assert hits == [0, 0, 16, 32, 40]
     return outputs

@@ -50,7 +50,7 @@ def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
 def test_watcher_recording_digest_and_log(milestone: str) -> None:
     served = engine(milestone, **speculative(Anything(), k=5))
     taped = Taped(served, seed=7)
-    served.core.executor = NoJudge(served.executor.num_kv_blocks, taped.die)  # type: ignore[assignment]
+    served.core.executor = NoJudge(served.executor.num_kv_blocks, taped.die)
     served.history = []
     traced = Trace()
     served.subscribe(traced)

@@ -56,7 +56,7 @@ class DeadEnd:
 
 
 def manager_of(seq: Any) -> StructuredOutputManager:
-    manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
+    manager = StructuredOutputManager(None, 32)
     manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[9])
     return manager
 
@@ -246,7 +246,7 @@ class Noting(FixedLength):
 def test_a_draft_that_the_grammar_rejects_counts_as_none() -> None:
     seq, policy = sequence([1, 1, 1], 8), Noting(2)
     seq.num_computed_tokens = 2
-    manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
+    manager = StructuredOutputManager(None, 32)
     manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[1])
     assert Speculation(Ones(), policy, manager).propose([seq], 8, 0) == {}
     assert policy.seen == [(0, 0)], "or it would be asked again and again"
@@ -264,7 +264,7 @@ def test_a_draft_that_the_grammar_rejects_counts_as_none() -> None:
 def test_jump_forward_tokens_and_drafts(forced: list[int], draft: list[int], seen: list[tuple[int, int]]) -> None:
     seq = with_grammar(8, regex=".*")
     seq.num_computed_tokens, policy = 2, Noting(3)
-    speculation = Speculation(Ones(), policy, Forces(forced))  # type: ignore[arg-type]
+    speculation = Speculation(Ones(), policy, Forces(forced))
     assert speculation.propose([seq], 8, 0) == {seq.seq_id: draft}
     assert policy.seen == seen
     speculation.verified(seq, len(draft), 1)
@@ -279,6 +279,6 @@ def test_jump_forward_tokens_go_into_a_step_where_they_pay(pays: bool) -> None:
 
     seq = with_grammar(8, regex=".*")
     seq.num_computed_tokens = 2
-    speculation = Speculation(Silent(), Noting(3, pays), Forces([5, 6]))  # type: ignore[arg-type]
+    speculation = Speculation(Silent(), Noting(3, pays), Forces([5, 6]))
     assert speculation.propose([seq], 8, 0) == ({seq.seq_id: [5, 6]} if pays else {})
     assert speculation.propose_from <= 1, "the next step is asked for as well"

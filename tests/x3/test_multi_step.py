@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def executor(device: str = "cpu", **more: object) -> MultiStepExecutor:
     fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "num_kv_blocks": 3 * BLOCKS, **more}
-    config = EngineConfig(model=str(tiny_checkpoint()), device=device, block_size=BLOCK, use_tqdm=False, **fields)  # type: ignore[arg-type]
+    config = EngineConfig(model=str(tiny_checkpoint()), device=device, block_size=BLOCK, use_tqdm=False, **fields)
     setup = set_up(config)
     return make_multi_step_executor(setup, DraftTokens.for_multi_step(LONGEST, setup))
 

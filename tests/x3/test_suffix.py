@@ -84,7 +84,7 @@ class TestAutomaton:
 class Watched(list[int]):
     reads = 0
 
-    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+    def __getitem__(self, index: int) -> int:
         self.reads += 1
         return super().__getitem__(index)
 

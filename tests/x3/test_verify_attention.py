@@ -221,8 +221,8 @@ class TestEngine:
             "attention_backend": "triton",
         }
         if drafts:
-            fields |= {"speculative_method": "ngram", "num_speculative_tokens": drafts}  # type: ignore[dict-item]
-        setup = set_up(EngineConfig(**fields))  # type: ignore[arg-type]
+            fields |= {"speculative_method": "ngram", "num_speculative_tokens": drafts}
+        setup = set_up(EngineConfig(**fields))
         backend = build_batch.attention_backend(setup, extension_of(setup))
         assert type(backend) is (TritonVerifyBackend if drafts else TritonBackend)
 

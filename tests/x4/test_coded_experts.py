@@ -80,7 +80,7 @@ SIZES = {
 def source(family: str) -> Path:
     """Two layers of 64 columns."""
     fields = {"num_hidden_layers": 2, "hidden_size": 64, **FAMILIES[family], **SIZES[family]}
-    return tiny_checkpoint(family, **fields)  # type: ignore[arg-type]
+    return tiny_checkpoint(family, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_ranks_hold_their_parts_of_codes_and_scales(kind: str, tmp_path: Path) -
     family, quantize, config = KINDS[kind]
     wide = {name: 64 for name in SIZES[family] if name.endswith("intermediate_size")}
     fields = {"num_hidden_layers": 2, "hidden_size": 64, **FAMILIES[family], **SIZES[family], **wide}
-    coded, _ = write_quantized(tiny_checkpoint(family, **fields), tmp_path, quantize, config)  # type: ignore[arg-type]
+    coded, _ = write_quantized(tiny_checkpoint(family, **fields), tmp_path, quantize, config)
     for expert_parallel in (False, True):
         assert_ranks_have_experts(coded, expert_parallel)
 

@@ -190,4 +190,4 @@ def test_the_engine_over_kernels() -> None:
     fields |= {"max_num_seqs": 2, "max_num_batched_tokens": 12, "block_size": 4, "max_model_len": 32}
     engine = make_engine(path, **fields, num_snapshots=8, snapshot_interval=4)
     load.check(serve(engine, load.requests, "one_by_one"))
-    assert engine.scheduler.kv.stats.tokens_hit == 12  # type: ignore[union-attr]
+    assert engine.scheduler.kv.stats.tokens_hit == 12

@@ -148,7 +148,7 @@ def test_only_full_attention_has_a_cache() -> None:
     """K/V of one layer in three; the other two have one slot a row, one for padding and the snapshots."""
     fields = {"milestone": "m5", "max_num_seqs": 5, "num_snapshots": 7, "num_kv_blocks": 40, "block_size": 4}
     engine = make_engine(hybrid_checkpoint(), **fields)
-    model = engine.executor._worker.runner.model  # type: ignore[attr-defined]
+    model = engine.executor._worker.runner.model
     assert engine.setup.kv_bytes_per_token == 2 * 2 * 32 * 4
     assert len([module for module in model.modules() if isinstance(module, Attention)]) == 1
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
@@ -237,7 +237,7 @@ def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / kind / "model.safetensors")
         model = load_native_model(set_up(EngineConfig(model=str(tmp_path / kind), device="cpu", use_tqdm=False)))
         with torch.inference_mode():
-            found.append(model.model.layers[0].self_attn.project(x))  # type: ignore[operator, union-attr]
+            found.append(model.model.layers[0].self_attn.project(x))
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 

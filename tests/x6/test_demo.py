@@ -48,7 +48,7 @@ def test_each_group_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
             asked.append([(each.seed, each.temperature) for each in params])
             return generate(prompts, params, **options)
 
-        llm.generate = noted  # type: ignore[method-assign]
+        llm.generate = noted
         list(islice(demo.train(llm, replace(SMALL, max_tokens=1)), 2))
     assert len({seed for seeds in asked for seed, _ in seeds}) == 4
     assert {temperature for seeds in asked for _, temperature in seeds} == {1.0}, "or they are not the policy's own"
