@@ -217,9 +217,8 @@ class Driver:
         self.model = build_model(config, dtype, device, layers=layers)
         load_model(self.model, path, use_tqdm=False)
         heads, head_dim = config.num_key_value_heads, head_dim_of(config)
-        attention = AttentionConfig(
-            config.num_attention_heads, heads, head_dim, dtype, torch.device(device), block_size, max_seqs
-        )
+        on = torch.device(device)
+        attention = AttentionConfig(config.num_attention_heads, heads, head_dim, dtype, on, block_size, max_seqs)
         self.backend = get_backend(backend)(attention)
         blocks = -(-max_len // block_size)
         order = torch.randperm(max_seqs * blocks, generator=torch.Generator().manual_seed(0))

@@ -68,9 +68,8 @@ class TestAdvance:
         worked_case("m1.7", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_character_of_four_bytes_comes_at_once(self) -> None:
-        assert deltas_of(new(), TOKENIZER.encode("a😀b")) == ["a", "", "", "", "😀", "b"], (
-            "the first three of a character's four bytes show nothing, the fourth shows it whole"
-        )
+        says = "the first three of a character's four bytes show nothing, the fourth shows it whole"
+        assert deltas_of(new(), TOKENIZER.encode("a😀b")) == ["a", "", "", "", "😀", "b"], says
 
     def test_several_tokens_at_once_and_none(self) -> None:
         detokenizer = IncrementalDetokenizer(Words())
@@ -96,9 +95,8 @@ class TestAdvance:
 
     def test_tokens_without_text(self) -> None:
         a, b, c = TOKENIZER.encode("abc")
-        assert deltas_of(new(), [a, 257, b, 258, 258, c]) == ["a", "", "b", "", "", "c"], (
-            "a special token has no text, and what follows is neither lost nor late"
-        )
+        says = "a special token has no text, and what follows is neither lost nor late"
+        assert deltas_of(new(), [a, 257, b, 258, 258, c]) == ["a", "", "b", "", "", "c"], says
 
     @given(texts)
     def test_deltas_add_up_and_hold_whole_characters(self, text: str) -> None:

@@ -65,7 +65,7 @@ REFUSED: list[tuple[Callable[[LLM], Any], str]] = [
         ]
     ),
     *(
-        (partial(LLM.chat, messages=no, use_tqdm=False), "a conversation is a list of messages")
+        (partial(LLM.chat, messages=no, use_tqdm=False), "conversation is a list of messages")
         for no in NO_CONVERSATIONS
     ),
     (lambda llm: llm.engine.add_request("r", "a", SHORT, priority="first"), "priority"),
@@ -85,9 +85,8 @@ class TestPrompts:
         assert not llm.engine.has_unfinished_requests()
 
     def test_a_long_prompt_gets_our_sentence_alone(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps(json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 4})
-        )
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 4}))
         transformers_log = logging.getLogger("transformers")
         transformers_log.addHandler(caplog.handler)
         try:
@@ -116,23 +115,17 @@ class TestPrompts:
             llm.engine.add_request("good", "again", SHORT)
         assert [o.outputs[0].token_ids for o in run_to_end(llm.engine)] == [alone]
 
-    @pytest.mark.parametrize(
-        ("template", "message"),
-        [
-            *(
-                (TEMPLATE, message)
-                for message in ({"role": "user"}, {"content": "Hello"}, {"role": "user", "content": 5})
-            ),
-            ("{{ raise_exception('roles must alternate') }}", HELLO),
-            ("{{ messages[0].tool.name }}", HELLO),
-            ("{{ 1 // 0 }}", HELLO),
-            ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", HELLO),
-            ("{{ ''.join([5]) }}", HELLO),
-            ("{{ 'x' * 10 ** 15 }}", HELLO),
-            ("{{ [].pop() }}", HELLO),
-            ("{% for m in", HELLO),
-        ],
-    )
+    @pytest.mark.parametrize(("template", "message"), [
+        *((TEMPLATE, m) for m in ({"role": "user"}, {"content": "Hello"}, {"role": "user", "content": 5})),
+        ("{{ raise_exception('roles must alternate') }}", HELLO),
+        ("{{ messages[0].tool.name }}", HELLO),
+        ("{{ 1 // 0 }}", HELLO),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", HELLO),
+        ("{{ ''.join([5]) }}", HELLO),
+        ("{{ 'x' * 10 ** 15 }}", HELLO),
+        ("{{ [].pop() }}", HELLO),
+        ("{% for m in", HELLO),
+    ])  # fmt: skip
     def test_what_the_chat_template_does_not_take(
         self, llm: LLM, template: str, message: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -142,30 +135,27 @@ class TestPrompts:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("temperature", [-0.1, float("nan"), float("inf"), 1e300, "hot", None]),
-        ("top_p", [0.0, -1.0, 1.1, float("nan"), "0.9", None]),
-        ("top_k", [-2, 2.5, 2**63, None]),
-        ("min_p", [-0.1, 1.1, float("nan")]),
-        ("max_tokens", [0, -1, 2.5]),
-        ("min_tokens", [-1, 257, 10**30, None]),
-        ("n", [0, -3, None, True]),
-        ("seed", [-2, 2**63]),
-        ("logprobs", [-1, 10**20]),
-        ("stop", [[""], "", [1], 5, ["\ufffd"], "half \ufffd"]),
-        ("stop_token_ids", [["a"], 5]),
-        ("truncate_prompt_tokens", [0, -2, 1.5]),
-        ("output_kind", ["DELTA", None]),
-        ("repetition_penalty", [0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300]),
-        ("presence_penalty", [float("nan"), 1e300, -2.1, "2"]),
-        ("frequency_penalty", [float("inf"), 1e300, 2.1, None]),
-        ("logit_bias", [[1], {True: 1}, {"1.5": 1}, {1: float("nan")}, {1: "2"}]),
-        ("allowed_token_ids", [[], [1.0], 5]),
-        ("bad_words", ["no", ["a", ""]]),
-    ],
-)
+@pytest.mark.parametrize(("field", "values"), [
+    ("temperature", [-0.1, float("nan"), float("inf"), 1e300, "hot", None]),
+    ("top_p", [0.0, -1.0, 1.1, float("nan"), "0.9", None]),
+    ("top_k", [-2, 2.5, 2**63, None]),
+    ("min_p", [-0.1, 1.1, float("nan")]),
+    ("max_tokens", [0, -1, 2.5]),
+    ("min_tokens", [-1, 257, 10**30, None]),
+    ("n", [0, -3, None, True]),
+    ("seed", [-2, 2**63]),
+    ("logprobs", [-1, 10**20]),
+    ("stop", [[""], "", [1], 5, ["\ufffd"], "half \ufffd"]),
+    ("stop_token_ids", [["a"], 5]),
+    ("truncate_prompt_tokens", [0, -2, 1.5]),
+    ("output_kind", ["DELTA", None]),
+    ("repetition_penalty", [0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300]),
+    ("presence_penalty", [float("nan"), 1e300, -2.1, "2"]),
+    ("frequency_penalty", [float("inf"), 1e300, 2.1, None]),
+    ("logit_bias", [[1], {True: 1}, {"1.5": 1}, {1: float("nan")}, {1: "2"}]),
+    ("allowed_token_ids", [[], [1.0], 5]),
+    ("bad_words", ["no", ["a", ""]]),
+])  # fmt: skip
 def test_sampling_params(field: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ValueError, match={"stop": "stop string", "bad_words": "bad.word"}.get(field, field)):
@@ -221,12 +211,7 @@ def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.M
 
 NESTED = '{"a":' * 50_000 + "1" + "}" * 50_000
 INDEX = "model.safetensors.index.json"
-STRANGERS = (
-    "../other.safetensors",
-    "/tmp/other.safetensors",
-    "..",
-    "sub/x.safetensors",
-)  # must not make us open files elsewhere
+STRANGERS = "../other.safetensors", "/tmp/other.safetensors", "..", "sub/x.safetensors"  # files elsewhere stay closed
 DAMAGED: dict[str, tuple[Any, ...]] = {  # by file: its text, or fields that are altered
     "config.json": (
         "5", NESTED, '{"model_type": "vit"}', "{", {"hidden_size": 2**70}, {"num_key_value_heads": 3},
@@ -281,17 +266,14 @@ def test_a_recommendation_that_no_request_may_have_is_named(folder: Path) -> Non
         generation_defaults(folder)
 
 
-@pytest.mark.parametrize(
-    ("command", "damage"),
-    [
-        (["generate", "hi"], "config.json"),
-        (["generate", "hi"], "tokenizer.json"),
-        (["generate", "hi"], "model.safetensors"),
-        (["chat"], "model.safetensors"),
-        pytest.param(["serve", "--port", "0"], "model.safetensors", marks=pytest.mark.x1),
-        pytest.param(["inspect", "--no-browser"], "model.safetensors", marks=pytest.mark.x1),
-    ],
-)
+@pytest.mark.parametrize(("command", "damage"), [
+    (["generate", "hi"], "config.json"),
+    (["generate", "hi"], "tokenizer.json"),
+    (["generate", "hi"], "model.safetensors"),
+    (["chat"], "model.safetensors"),
+    pytest.param(["serve", "--port", "0"], "model.safetensors", marks=pytest.mark.x1),
+    pytest.param(["inspect", "--no-browser"], "model.safetensors", marks=pytest.mark.x1),
+])  # fmt: skip
 def test_a_damaged_model_is_one_line_in_the_terminal(
     command: list[str], damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,16 +291,13 @@ INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize(
-    ("value", "stored", "dtype", "says"),
-    [
-        (0.0, INT8, "float32", "is stored as int8: quantized"),
-        (0.0, FP8, "float32", "is stored as float8_e4m3fn: quantized"),
-        (torch.nan, torch.float32, "float32", "holds NaN or infinity as float32"),
-        (-torch.inf, torch.float32, "float32", "holds NaN or infinity as float32"),
-        (1e6, torch.float32, "float16", "holds NaN or infinity as float16"),
-    ],
-)
+@pytest.mark.parametrize(("value", "stored", "dtype", "says"), [
+    (0.0, INT8, "float32", "is stored as int8: quantized"),
+    (0.0, FP8, "float32", "is stored as float8_e4m3fn: quantized"),
+    (torch.nan, torch.float32, "float32", "holds NaN or infinity as float32"),
+    (-torch.inf, torch.float32, "float32", "holds NaN or infinity as float32"),
+    (1e6, torch.float32, "float16", "holds NaN or infinity as float16"),
+])  # fmt: skip
 def test_weights_that_are_codes_or_no_numbers(
     folder: Path, value: float, stored: torch.dtype, dtype: str, says: str, model_impl: str
 ) -> None:
@@ -337,47 +316,38 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
     assert llm.generate("a", SamplingParams(min_tokens=1, max_tokens=1), use_tqdm=False)[0].finished
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"milestone": "m0"}, "unknown milestone 'm0': choose one of m1, m2"),
-        ({"dtype": "int8"}, "unknown dtype 'int8'.*float32"),
-        ({"model_impl": "jax"}, "unknown model_impl"),
-        ({"max_num_seqs": 4}, "one request at a time"),
-        ({"scheduling": "priority"}, "in the order of arrival"),
-        ({"max_model_len": 1}, "max_model_len must be at least 2"),
-        ({"max_model_len": 1.5}, "max_model_len must be at least 2 .a whole number"),
-        ({"max_num_seqs": 2.0}, "max_num_seqs must be at least 1"),
-        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be at least 0"),
-        ({"kv_cache_memory": None}, "kv_cache_memory must be at least 1"),
-        ({"seed": None}, "seed must be between 0 and .*whole number"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be above 0 and at most 1"),
-        ({"milestone": ["m1"]}, "milestone must be a text"),
-        *(
-            ({name: ""}, f"{name} is an empty text")
-            for name in ("milestone", "tokenizer", "device", "attention_backend")
-        ),
-        *(({name: ""}, f"unknown {name} ''") for name in ("dtype", "kv_cache_dtype", "kv_cache", "scheduling")),
-        ({"model": 5}, "model must be a text"),
-        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"milestone": "m0"}, "unknown milestone 'm0': choose one of m1, m2"),
+    ({"dtype": "int8"}, "unknown dtype 'int8'.*float32"),
+    ({"model_impl": "jax"}, "unknown model_impl"),
+    ({"max_num_seqs": 4}, "one request at a time"),
+    ({"scheduling": "priority"}, "in the order of arrival"),
+    ({"max_model_len": 1}, "max_model_len must be at least 2"),
+    ({"max_model_len": 1.5}, "max_model_len must be at least 2 .a whole number"),
+    ({"max_num_seqs": 2.0}, "max_num_seqs must be at least 1"),
+    ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be at least 0"),
+    ({"kv_cache_memory": None}, "kv_cache_memory must be at least 1"),
+    ({"seed": None}, "seed must be between 0 and .*whole number"),
+    ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+    ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be above 0 and at most 1"),
+    ({"milestone": ["m1"]}, "milestone must be a text"),
+    *(({n: ""}, f"{n} is an empty text") for n in ("milestone", "tokenizer", "device", "attention_backend")),
+    *(({name: ""}, f"unknown {name} ''") for name in ("dtype", "kv_cache_dtype", "kv_cache", "scheduling")),
+    ({"model": 5}, "model must be a text"),
+    ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
+])  # fmt: skip
 def test_config(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         EngineConfig(**{"milestone": "m1", **fields})
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"max_model_len": 513}, "max_model_len 513 exceeds the model's context of 512"),
-        ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"tokenizer": "a" * 5000}, "no model folder at 'aaa"),
-        ({"attention_backend": "nope"}, "unknown attention_backend 'nope': choose one of.*torch_naive"),
-        ({"attention_backend": "torch_paged"}, "leave attention_backend out"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"max_model_len": 513}, "max_model_len 513 exceeds the model's context of 512"),
+    ({"device": "tpu"}, "unknown device 'tpu'"),
+    ({"tokenizer": "a" * 5000}, "no model folder at 'aaa"),
+    ({"attention_backend": "nope"}, "unknown attention_backend 'nope': choose one of.*torch_naive"),
+    ({"attention_backend": "torch_paged"}, "leave attention_backend out"),
+])  # fmt: skip
 @pytest.mark.parametrize("model_impl", ["hf", "native"])
 def test_what_the_model_or_machine_cannot_give(fields: dict[str, Any], says: str, model_impl: str) -> None:
     with pytest.raises(ValueError, match=says):

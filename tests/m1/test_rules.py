@@ -44,23 +44,20 @@ class TestRules:
     @given(st.lists(st.lists(FEW, min_size=1, max_size=4), min_size=1, max_size=5), st.lists(FEW, max_size=9))
     def test_bad_words_as_transformers_does(self, words: list[list[int]], answer: list[int]) -> None:
         """Its processor looks into the prompt, too; ours, as vLLM's, at the answer alone: so here is no prompt."""
-        theirs = NoBadWordsLogitsProcessor(words, eos_token_id=None)(
-            torch.tensor([answer], dtype=torch.int64), torch.zeros(1, V)
-        )[0]
+        reference, ids = NoBadWordsLogitsProcessor(words, eos_token_id=None), torch.tensor([answer], dtype=torch.int64)
+        theirs = reference(ids, torch.zeros(1, V))[0]
         spec = SamplingSpec(bad_words=tuple(map(tuple, words)), history=np.array(answer, np.int32))
         assert torch.equal(ruled(torch.zeros(V), spec), theirs)
         prompt = SamplingSpec(bad_words=spec.bad_words, history=spec.history, num_prompt_tokens=len(answer))
-        assert set(ruled(torch.zeros(V), prompt).isneginf().nonzero().flatten().tolist()) == {
-            word[0] for word in words if len(word) == 1
-        }
+        never = set(ruled(torch.zeros(V), prompt).isneginf().nonzero().flatten().tolist())
+        assert never == {word[0] for word in words if len(word) == 1}
 
     @settings(max_examples=40)
     @given(st.dictionaries(TOKENS, st.floats(-100, 100), min_size=1, max_size=6))
     def test_bias_as_transformers_does(self, bias: dict[int, float]) -> None:
         logits = torch.randn(1, V)
-        theirs = SequenceBiasLogitsProcessor([[[t], float(np.float16(x))] for t, x in bias.items()])(
-            torch.zeros(1, 0, dtype=torch.int64), logits
-        )
+        reference = SequenceBiasLogitsProcessor([[[t], float(np.float16(x))] for t, x in bias.items()])
+        theirs = reference(torch.zeros(1, 0, dtype=torch.int64), logits)
         assert torch.allclose(ruled(logits[0], SamplingSpec(bias=tuple(bias.items()))), theirs[0])
 
     @settings(max_examples=40)

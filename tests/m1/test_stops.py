@@ -65,28 +65,23 @@ class TestCheckStopConditions:
         says = "for each answer None (go on), or how it ended and its stop_reason"
         worked_case("m1.6", got, dict(zip(got, answers, strict=True)), says)
 
-    @pytest.mark.parametrize(
-        ("answer", "fields", "ends", "reason", "says"),
-        [
-            ([7, 1], {}, STOPPED, None, "an end-of-text id ends the answer; a stop_reason is for what the request asked for"),
-            ([7, 2], {}, STOPPED, None, "each of the model's end-of-text ids ends the answer"),
-            ([1, 7], {}, None, None, "only the newest token counts, not those before it nor the prompt's"),
-            ([7, 1], {"ignore_eos": True}, None, None, "ignore_eos: the model's end-of-text ids are tokens like others"),
-            ([7, 8], {"stop_token_ids": [4, 8]}, STOPPED, 8, "a token of stop_token_ids ends the answer and is its stop_reason"),
-            ([7, 0], {"stop_token_ids": [0]}, STOPPED, 0, "token 0 is a token like others, and a stop_reason"),
-            ([1], {"stop_token_ids": [1], "ignore_eos": True}, STOPPED, 1, "ignore_eos does not speak of what the request names"),
-            ([7, 7], {"max_tokens": 3}, None, None, "2 of 3 tokens: go on"),
-            ([7, 7, 7], {"max_tokens": 3}, LENGTH, None, "3 of 3 tokens: the length ends it"),
-            ([7, 7, 1], {"min_tokens": 3}, STOPPED, None, "with min_tokens generated, this one included, the other rules apply"),
-        ],
-        ids=str,
-    )  # fmt: skip
+    @pytest.mark.parametrize(("answer", "fields", "ends", "reason", "says"), [
+        ([7, 1], {}, STOPPED, None, "an end-of-text id ends the answer; a stop_reason is for what the request asked for"),
+        ([7, 2], {}, STOPPED, None, "each of the model's end-of-text ids ends the answer"),
+        ([1, 7], {}, None, None, "only the newest token counts, not those before it nor the prompt's"),
+        ([7, 1], {"ignore_eos": True}, None, None, "ignore_eos: the model's end-of-text ids are tokens like others"),
+        ([7, 8], {"stop_token_ids": [4, 8]}, STOPPED, 8, "a token of stop_token_ids ends the answer and is its stop_reason"),
+        ([7, 0], {"stop_token_ids": [0]}, STOPPED, 0, "token 0 is a token like others, and a stop_reason"),
+        ([1], {"stop_token_ids": [1], "ignore_eos": True}, STOPPED, 1, "ignore_eos does not speak of what the request names"),
+        ([7, 7], {"max_tokens": 3}, None, None, "2 of 3 tokens: go on"),
+        ([7, 7, 7], {"max_tokens": 3}, LENGTH, None, "3 of 3 tokens: the length ends it"),
+        ([7, 7, 1], {"min_tokens": 3}, STOPPED, None, "with min_tokens generated, this one included, the other rules apply"),
+    ], ids=str)  # fmt: skip
     def test_when_it_ends(self, answer: list[int], fields: Any, ends: Any, reason: int | None, says: str) -> None:
         seq = sequence(answer, **fields)
         assert check_stop_conditions(seq) is ends, says
-        assert seq.stop_reason == reason and type(seq.stop_reason) in (int, type(None)), (
-            f"stop_reason is {reason}, Python's own, whatever the array holds: {says}"
-        )
+        says = f"stop_reason is {reason}, Python's own, whatever the array holds: {says}"
+        assert seq.stop_reason == reason and type(seq.stop_reason) in (int, type(None)), says
 
     def test_max_tokens_is_the_sequences_own(self) -> None:
         """A context that is nearly full allows fewer tokens than the request asked for."""
@@ -97,12 +92,10 @@ class TestCheckStopConditions:
     @pytest.mark.parametrize("include", [False, True])
     def test_stop_strings(self, include: bool) -> None:
         seq = sequence([7], found="x", stop=["x", "y"], include_stop_str_in_output=include)
-        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == "x", (
-            "the string that the detokenizer found ends the answer and is its stop_reason"
-        )
-        assert seq.detokenizer.searches == [(["x", "y"], include)], (
-            "find_stop was to be asked once, with the request's strings and its include_stop_str_in_output"
-        )
+        says = "the string that the detokenizer found ends the answer and is its stop_reason"
+        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == "x", says
+        says = "find_stop was to be asked once, with the request's strings and its include_stop_str_in_output"
+        assert seq.detokenizer.searches == [(["x", "y"], include)], says
 
     @pytest.mark.parametrize(("token", "why"), [(1, None), (8, 8)])
     def test_a_token_that_ends_it_comes_before_the_text(self, token: int, why: int | None) -> None:
@@ -126,9 +119,8 @@ class TestCheckStopConditions:
     def test_an_early_stop_string_is_skipped_for_good(self) -> None:
         seq = sequence([7], found="x", stop=["x"], min_tokens=2)
         assert check_stop_conditions(seq) is None, "before min_tokens no stop string ends the answer"
-        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches, (
-            "skip_search was to be called once and find_stop not at all"
-        )
+        says = "skip_search was to be called once and find_stop not at all"
+        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches, says
         assert check_stop_conditions(late := sequence([7, 7], found="x", stop=["x"], min_tokens=2)) is STOPPED, (
             "min_tokens is reached: the string is searched"
         )

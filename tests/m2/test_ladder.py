@@ -11,16 +11,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from folovllm.apps.bench.ladder import (
-    Plan,
-    bench_ladder,
-    bench_reference,
-    beside,
-    check_answers,
-    contenders_up_to,
-    for_cpu,
-    show_ladder,
-)
+from folovllm.apps.bench import ladder
+from folovllm.apps.bench.ladder import Plan, bench_reference, beside, contenders_up_to, for_cpu
 from folovllm.apps.bench.report import Metric, Result, Run, load
 from folovllm.apps.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
 from folovllm.apps.cli import build_app
@@ -75,7 +67,7 @@ def test_every_milestone_has_something_to_gain(tmp_path: Path) -> None:
     fields, name = common(), str(tmp_path / "alike.jsonl")
     del fields["max_model_len"]
     chosen = [rung for rung in for_cpu(contenders_up_to("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
-    slots, blocks, reuse = (run.metrics for run in bench_ladder(Plan(chosen, name)).runs)
+    slots, blocks, reuse = (run.metrics for run in ladder.bench_ladder(Plan(chosen, name)).runs)
     assert slots["sequences a step"].median <= 4 < blocks["sequences a step"].median
     assert blocks[WASTE].median < 10 < slots[WASTE].median
     assert reuse[REUSED].median > 50 and REUSED not in blocks
@@ -85,7 +77,7 @@ def test_every_milestone_has_something_to_gain(tmp_path: Path) -> None:
 
 @pytest.mark.m6
 def test_every_milestone_gives_the_same_tokens(workload: str) -> None:
-    result = bench_ladder(Plan(contenders_up_to("m6", common()), workload))
+    result = ladder.bench_ladder(Plan(contenders_up_to("m6", common()), workload))
     assert [run.name for run in result.runs] == ["m1", "m2", "m3", "m4", "m5", "m6"]
     assert all(run.metrics[AGREEMENT].median == 100 for run in result.runs[1:])
     assert all(run.metrics["output tokens"].median > 0 and not run.partial for run in result.runs)
@@ -95,7 +87,7 @@ def test_other_tokens_are_refused() -> None:
     result = made_up(1.0, 2.0)
     result.runs[1].metrics[AGREEMENT] = Metric.of([99.5], "%")
     with pytest.raises(ValueError, match=r"m2 gave only 99.5% of m1's tokens"):
-        check_answers(result)
+        ladder.check_answers(result)
 
 
 @pytest.mark.slow
@@ -115,7 +107,7 @@ def test_the_reference_runs_without_their_code(workload: str, tmp_path: Path, mo
 
 def shown(result: Result, width: int = 80) -> str:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    show_ladder(result, console)
+    ladder.show_ladder(result, console)
     return console.export_text()
 
 

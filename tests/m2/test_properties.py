@@ -24,17 +24,10 @@ class User:
     gives_up: int | None
 
 
-users = st.lists(
-    st.builds(
-        User,
-        at=st.integers(0, 20),
-        prompt=st.integers(1, 8),
-        answer=st.integers(1, LONGEST - 8),
-        priority=st.integers(0, 2),
-        gives_up=st.none() | st.integers(0, 10),
-    ),
-    max_size=12,
-)
+users = st.lists(st.builds(
+    User, at=st.integers(0, 20), prompt=st.integers(1, 8), answer=st.integers(1, LONGEST - 8), priority=st.integers(0, 2),
+    gives_up=st.none() | st.integers(0, 10),
+), max_size=12)  # fmt: skip
 
 
 class World(Bench):

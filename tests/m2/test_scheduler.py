@@ -197,9 +197,8 @@ class TestSchedule:
         scheduler = make_scheduler(cache, max_num_batched_tokens=5)
         queue(scheduler, make_seq(9, name="a"))
         assert decide(scheduler) == [("a", 4, 5)], "4 of its 9 tokens are cached; the other 5 are its share"
-        assert cache.calls == [("get_computed_blocks", "a"), ("allocate_slots", "a")], (
-            "`_admit` asks for what is cached and for room, once"
-        )
+        says = "`_admit` asks for what is cached and for room, once"
+        assert cache.calls == [("get_computed_blocks", "a"), ("allocate_slots", "a")], says
 
     @pytest.mark.parametrize("short_of", ["budget", "cache"])
     def test_who_has_to_wait_gives_back_what_it_matched(self, short_of: str) -> None:
@@ -300,15 +299,13 @@ class TestPostprocess:
         scheduler = make_scheduler()
         a, b = run(scheduler, "a", 4, 3), run(scheduler, "b", 4, 3)
         outputs = scheduler.postprocess([(a, [71, 72]), (b, [73, EOS, 74])])
-        assert said(outputs) == [("a", [71, 72], None), ("b", [73, EOS], "stop")], (
-            "each sequence once, with all tokens that joined its answer and no other"
-        )
+        says = "each sequence once, with all tokens that joined its answer and no other"
+        assert said(outputs) == [("a", [71, 72], None), ("b", [73, EOS], "stop")], says
         assert names(scheduler.running) == ["a"], "b ended in the middle of its list"
         assert a.output_token_ids.tolist() == [71, 72], "all of a list belongs to the answer, in its order"
         assert b.output_token_ids.tolist() == [73, EOS], "what follows the end of an answer is no part of it"
-        assert b.detokenizer.token_ids == [73, EOS], (
-            "the detokenizer gets each token before the question whether it ends the answer, and none behind the end"
-        )
+        says = "the detokenizer gets each token before the question whether it ends the answer, and none behind the end"
+        assert b.detokenizer.token_ids == [73, EOS], says
 
     def test_token_0_is_a_token(self) -> None:
         scheduler = make_scheduler()
@@ -328,9 +325,8 @@ class TestPostprocess:
         stops, goes_on, full = (run(scheduler, n, 4, 3, max_tokens=m) for n, m in (("s", 9), ("g", 9), ("f", 1)))
         cache.calls.clear()
         outputs = scheduler.postprocess([(stops, [EOS]), (goes_on, [71]), (full, [72])])
-        assert said(outputs) == [("s", [EOS], "stop"), ("g", [71], None), ("f", [72], "length")], (
-            "who ends got a token, too, and is returned with the status of its end"
-        )
+        says = "who ends got a token, too, and is returned with the status of its end"
+        assert said(outputs) == [("s", [EOS], "stop"), ("g", [71], None), ("f", [72], "length")], says
         assert stops.status is SequenceStatus.FINISHED_STOPPED, "it drew its EOS"
         assert full.status is SequenceStatus.FINISHED_LENGTH, "it may have one token, and has it"
         assert goes_on.status is SequenceStatus.RUNNING and names(scheduler.running) == ["g"], "only g runs on"

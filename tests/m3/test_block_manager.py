@@ -32,10 +32,9 @@ class TestSlots:
     def test_every_token_has_a_place_of_its_own(self, table: list[int], block_size: int, data: st.DataObject) -> None:
         start = data.draw(st.integers(0, 9 * block_size - 1))
         end = data.draw(st.integers(start + 1, 9 * block_size))
-        slots = BlockManager.slots(table, block_size, start, end)
-        assert [(s // block_size, s % block_size) for s in slots.tolist()] == [
-            (table[p // block_size], p % block_size) for p in range(start, end)
-        ], "each token lies in its own block, at its own offset"
+        slots = [divmod(s, block_size) for s in BlockManager.slots(table, block_size, start, end).tolist()]
+        expected = [(table[p // block_size], p % block_size) for p in range(start, end)]
+        assert slots == expected, "each token lies in its own block, at its own offset"
 
 
 class TestAllocate:

@@ -5,15 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.helpers import tiny_checkpoint
-from tests.workloads import (
-    AT_ONCE,
-    RANDOM_STEPS,
-    RUNS,
-    check_runs,
-    make_engine,
-    serve,
-    workload,
-)
+from tests.workloads import AT_ONCE, RANDOM_STEPS, RUNS, check_runs, make_engine, serve, workload
 
 LONGEST = 84  # tokens of the longest request of the workloads: 60 of prompt, 24 of answer
 
@@ -50,7 +42,6 @@ def test_other_families_and_backends() -> None:
     for family in ("llama", "qwen2", "mistral"):
         expected = workload("greedy", count=4, family=family)
         for backend in ("torch_paged", "torch_naive"):
-            engine = make_engine(
-                expected.model, milestone="m3", block_size=4, max_num_seqs=4, attention_backend=backend
-            )
+            fields = {"block_size": 4, "max_num_seqs": 4, "attention_backend": backend}
+            engine = make_engine(expected.model, milestone="m3", **fields)
             expected.check(serve(engine, expected.requests))

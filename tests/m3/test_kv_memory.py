@@ -27,14 +27,11 @@ def blocks(**overrides: Any) -> int:
     return num_blocks_that_fit(setup, lambda: pytest.fail("nothing to measure on CPU"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"milestone": "m3"},
-        pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
-        pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.x3),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"milestone": "m3"},
+    pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
+    pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.x3),
+])  # fmt: skip
 def test_tables_that_do_not_fit_are_refused_first(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is counted is what M6's runner allocates, which reports it here."""
     options = {"device": "cpu", "max_num_seqs": 300, **options}

@@ -88,7 +88,5 @@ class TestPreempt:
         scheduler.abort(a)
         output = scheduler.schedule()
         assert scheduler.sequences(output) == [b], "a has gone, and b resumes"
-        scheduled_seqs = [
-            (scheduled.start, scheduled.num_new_tokens, scheduled.num_samples) for scheduled in output.scheduled_seqs
-        ]
+        scheduled_seqs = [(s.start, s.num_new_tokens, s.num_samples) for s in output.scheduled_seqs]
         assert scheduled_seqs == [(0, 7, 1)], "with all its 7 tokens, after which the next one is drawn"

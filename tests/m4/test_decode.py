@@ -211,22 +211,14 @@ def test_merge_reads_past_the_l1_cache(like_a_gpu):
     assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu), 'they are loaded with cache_modifier=".cg"'
 
 
-@pytest.mark.parametrize(
-    ("lens", "options"),
-    [
-        *((LENS, {"block_size": size}) for size in (8, 16, 24, 64)),  # three programs for some 17 items of 32 tokens
-        *(
-            (LENS[-4:], {"num_programs": count}) for count in (1, 2, 200)
-        ),  # one that does it all, and more than there is work
-        *(([40, 7], {"heads": heads}) for heads in ((1, 1), (4, 2), (3, 1), (14, 2))),
-        ([70, 3], {"dim": 32, "dtype": torch.float16}),
-        ([0, 0, 0], {}),  # padding alone
-        (
-            [100, 5],
-            {"config": None, "num_programs": None},
-        ),  # the table's own, in which the grid follows the batch's size
-    ],
-)
+@pytest.mark.parametrize(("lens", "options"), [
+    *((LENS, {"block_size": size}) for size in (8, 16, 24, 64)),  # three programs for some 17 items of 32 tokens
+    *((LENS[-4:], {"num_programs": count}) for count in (1, 2, 200)),  # one that does it all, and more than work
+    *(([40, 7], {"heads": heads}) for heads in ((1, 1), (4, 2), (3, 1), (14, 2))),
+    ([70, 3], {"dim": 32, "dtype": torch.float16}),
+    ([0, 0, 0], {}),  # padding alone
+    ([100, 5], {"config": None, "num_programs": None}),  # the table's own: the grid follows the batch's size
+])  # fmt: skip
 def test_the_whole_decode(lens, options):
     """Around every boundary, with heads in groups of any size; a row of length 0 gets zeros."""
     given = {"block_size": 16, "heads": (2, 1), "dim": 16, "dtype": torch.float32, "config": SMALL, "num_programs": 3}

@@ -178,13 +178,10 @@ def test_qk_norm_rope_store(heads, late, with_norm, dtype):
     assert (flat[:, rest] == 7).all()
 
 
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        *((family, {"attention_bias": True} if family == "llama" else {}) for family in FAMILIES),
-        ("qwen3", {"head_dim": 24}),  # no tile fits: heads keep their torch layers
-    ],
-)
+@pytest.mark.parametrize(("family", "fields"), [
+    *((family, {"attention_bias": True} if family == "llama" else {}) for family in FAMILIES),
+    ("qwen3", {"head_dim": 24}),  # no tile fits: heads keep their torch layers
+])  # fmt: skip
 def test_a_fused_model_computes_what_its_layers_did(family, fields):
     """Prompts and decodes, for every family. (With the layers of M6: `tests/m6/test_fused_layer.py`.)"""
     path = tiny_checkpoint(family, **fields)

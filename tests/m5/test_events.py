@@ -182,14 +182,11 @@ def of(seen: SequenceOf[ev.Event], *kinds: type) -> list[Any]:
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize(
-    ("budget", "options"),
-    [
-        ("sequences", {"max_num_seqs": 1}),
-        ("tokens", {}),
-        ("blocks", {"num_kv_blocks": 8, "max_num_batched_tokens": 64}),
-    ],
-)
+@pytest.mark.parametrize(("budget", "options"), [
+    ("sequences", {"max_num_seqs": 1}),
+    ("tokens", {}),
+    ("blocks", {"num_kv_blocks": 8, "max_num_batched_tokens": 64}),
+])  # fmt: skip
 def test_which_budget_refused(budget: str, options: dict[str, Any]) -> None:
     served = engine("m3", **options)
     seen = told(served)

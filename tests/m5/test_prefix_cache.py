@@ -48,9 +48,8 @@ class TestComputeHash:
         assert compute_hash(self.tokens, 5) != compute_hash(self.tokens, 5 + 2**32), "all 64 bits of the prefix count"
 
     def test_takes_views(self) -> None:
-        assert compute_hash(np.arange(8, dtype=np.int32)[2:6], 0) == compute_hash(np.arange(2, 6, dtype=np.int32), 0), (
-            "a view of an array has the bytes of its own tokens alone"
-        )
+        view, alone = np.arange(8, dtype=np.int32)[2:6], np.arange(2, 6, dtype=np.int32)
+        assert compute_hash(view, 0) == compute_hash(alone, 0), "a view has the bytes of its own tokens alone"
 
 
 class Chain:
@@ -89,10 +88,8 @@ class TestLongestCachedPrefix:
             "13 tokens, block 11 has followed another block": stranger.found(more),
         }
         says = "whole blocks from the start until the first miss; one token at least is left to compute"
-        worked_case(
-            "m5.1 longest_cached_prefix", got, dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)),
-            says,
-        )  # fmt: skip
+        answers = [[10, 11, 12], [10, 11], [10], [10], [10]]
+        worked_case("m5.1 longest_cached_prefix", got, dict(zip(got, answers, strict=True)), says)
 
     def test_finds_whole_blocks_from_the_start_and_leaves_one_token(self) -> None:
         chain = Chain(self.tokens)

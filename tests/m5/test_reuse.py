@@ -9,10 +9,9 @@ from folovllm.attention.backends.abstract import BackendUnavailable
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import preempt
-from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
-from tests.workloads import assert_nothing_left, check_runs, make_engine, run_to_end, serve, workload
+from tests.workloads import assert_nothing_left, check_runs, finish, make_engine, serve, workload
 
 BLOCK = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -42,16 +41,10 @@ def served(reusing: LLMEngine) -> LLMEngine:
     return reusing
 
 
-def finish(served: LLMEngine) -> dict[str, RequestOutput]:
-    return {output.request_id: output for output in run_to_end(served)}
-
-
-def answers(
-    served: LLMEngine, batches: list[list[list[int]]], params: SamplingParams = GREEDY
-) -> list[list[list[int]]]:
+def answers(served: LLMEngine, turns: list[list[list[int]]], params: SamplingParams = GREEDY) -> list[list[list[int]]]:
     """Token ids of all answers; each batch is submitted at once, after the one before has finished."""
     result = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(turns):
         for i, prompt in enumerate(batch):
             served.add_request(f"{number}-{i}", prompt, params)
         done = finish(served)
@@ -78,16 +71,13 @@ def test_answers_are_those_of_m1(served: LLMEngine) -> None:
     check_runs(served)
 
 
-@pytest.mark.parametrize(
-    ("arrival", "caching", "budget"),
-    [
-        ("at_once", False, 1),  # the least
-        ("random_steps", True, 3),  # less than a block
-        ("random_steps", False, 16),  # whole blocks
-        ("at_once", True, 33),  # a token more
-        ("at_once", False, 64),  # most prompts at once
-    ],
-)
+@pytest.mark.parametrize(("arrival", "caching", "budget"), [
+    ("at_once", False, 1),  # the least
+    ("random_steps", True, 3),  # less than a block
+    ("random_steps", False, 16),  # whole blocks
+    ("at_once", True, 33),  # a token more
+    ("at_once", False, 64),  # most prompts at once
+])  # fmt: skip
 def test_chunks_of_every_size(arrival: str, caching: bool, budget: int) -> None:
     load = workload("seeded", 16)
     served = engine(max_num_batched_tokens=budget, enable_prefix_caching=caching)

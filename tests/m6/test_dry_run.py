@@ -66,9 +66,7 @@ def test_one_layer_of_each_kind() -> None:
         return nn.Sequential(Attention(window), nn.Linear(width, 2))
 
     model = nn.Module()
-    model.layers = whole = nn.ModuleList(
-        layer(*kind) for kind in ((8, 3), (8, 3), (None, 3), (8, 3), (8, 4), (None, 3))
-    )
+    model.layers = whole = nn.ModuleList(layer(*k) for k in ((8, 3), (8, 3), (None, 3), (8, 3), (8, 4), (None, 3)))
     with one_layer_of_each_kind(model):
         left = [(layer[0].window, layer[1].in_features) for layer in model.layers]
         assert left == [(8, 3), (None, 3), (8, 4), (None, 3)] and model.layers[-1] is whole[-1]

@@ -164,9 +164,7 @@ def test_the_head_is_a_product_for_few_tokens(tokens: int, monkeypatch: pytest.M
     head = skinny_layers(16).make(ParallelLMHead, 10, 24).to(DEVICE)
     monkeypatch.setattr(fused_layer, "can_use_skinny", lambda x, weight: is_supported(len(x), weight))
     run = fused_layer.skinny_linear
-    monkeypatch.setattr(
-        fused_layer, "skinny_linear", lambda x, *rest, **kw: taken.append(len(x)) or run(x, *rest, **kw)
-    )
+    monkeypatch.setattr(fused_layer, "skinny_linear", lambda x, *rest, **k: taken.append(len(x)) or run(x, *rest, **k))
     head.weight.data.copy_(torch.randn(10, 24))
     hidden = torch.randn(tokens, 24).to(DEVICE)
     out = torch.full((tokens, 10), torch.nan, device=DEVICE)
@@ -217,21 +215,17 @@ def test_folding_twice_is_folding_once_and_what_is_saved_is_a_model() -> None:
     assert_logits_equal(late.step({1: tokens})[1], expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "folded", "path"),
-    [
-        ("qwen3", {}, True, "few"),
-        ("qwen3", {}, True, "many"),
-        ("mistral", {}, True, "few"),
-        ("phi3", {}, True, "few"),
-        ("qwen2", {}, False, "few"),
-        ("qwen2", {}, False, "many"),
-        ("llama", {"mlp_bias": True}, False, "few"),
-        ("llama", {"attention_bias": True}, False, "few"),
-        ("qwen3", {"head_dim": 24}, True, "few"),  # folded, but attention is torch's: no tile is 24 wide
-    ],
-    indirect=["path"],
-)
+@pytest.mark.parametrize(("family", "fields", "folded", "path"), [
+    ("qwen3", {}, True, "few"),
+    ("qwen3", {}, True, "many"),
+    ("mistral", {}, True, "few"),
+    ("phi3", {}, True, "few"),
+    ("qwen2", {}, False, "few"),
+    ("qwen2", {}, False, "many"),
+    ("llama", {"mlp_bias": True}, False, "few"),
+    ("llama", {"attention_bias": True}, False, "few"),
+    ("qwen3", {"head_dim": 24}, True, "few"),  # folded, but attention is torch's: no tile is 24 wide
+], indirect=["path"])  # fmt: skip
 def test_who_folds(family: str, fields: dict[str, Any], folded: bool, path: str) -> None:
     """All layers of a model do, or none. The answers are the same: of a prompt, of 1, 2 and 3 decodes, and beside a prompt."""
     checkpoint = small_checkpoint(family, **fields)
@@ -310,10 +304,7 @@ def test_two_ranks_leave_the_same_stream_as_one(
         load_model(model, checkpoint, use_tqdm=False, shard=partial(shard_named, head_dim=16, rank=group.rank, size=2))
         layer = model.model.layers[1]
         assert isinstance(layer, DeferredNormDecoderLayer) and layer.folded
-        return [
-            layer.after_attention(x.to(DEVICE, copy=True), attended[:, [group.rank]].to(DEVICE))
-            for x, attended in steps
-        ]
+        return [layer.after_attention(x.to(DEVICE, copy=True), a[:, [group.rank]].to(DEVICE)) for x, a in steps]
 
     with torch.inference_mode():
         first, second = on_ranks(2, work)
@@ -330,9 +321,8 @@ def test_in_bfloat16_as_accurate_as_with_its_norms(in_torch: None, path: str, ou
     With a few activations a thousand times as large as the others, which trained models have, and small weights there.
     """
     checkpoint = tiny_checkpoint("qwen3", tied=False, num_hidden_layers=4)
-    truth_driver, early = (
-        Driver(checkpoint, "torch_paged", dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)
-    )
+    kinds = torch.float32, torch.bfloat16
+    truth_driver, early = (Driver(checkpoint, "torch_paged", dtype=dtype, device=DEVICE) for dtype in kinds)
     late = late_driver(checkpoint, dtype=torch.bfloat16)
     for driver in (truth_driver, early) if outliers else ():
         driver.model.model.embed_tokens.weight[:, 5:8] *= 1024

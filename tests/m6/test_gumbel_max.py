@@ -150,9 +150,7 @@ class TestGumbelMax:
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
         scores = reference(logits, temperature, seeds, positions)
         best = scores.gather(1, tokens[:, None])[:, 0]
-        assert torch.allclose(best, scores.amax(-1), atol=1e-4), (
-            "a token was drawn that is not the best"
-        )  # equal but for the rounding of two logarithms
+        assert torch.allclose(best, scores.amax(-1), atol=1e-4), "not the best, but for the rounding of two logarithms"
 
 
 def test_tokens_are_kept_in_their_rows() -> None:

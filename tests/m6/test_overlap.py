@@ -42,9 +42,7 @@ def assert_clean(served: LLMEngine) -> None:
 def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
     for num_blocks, waits in ((1, True), (2, False)):
         kv = BlockManager(num_blocks, 4)
-        scheduler = Scheduler(
-            kv=kv, max_num_seqs=1, max_num_batched_tokens=8, tokens_of_step=unless_finished(chunk), on_full=preempt
-        )
+        scheduler = Scheduler(kv, 1, 8, unless_finished(chunk), preempt)
         scheduler.add(make_seq(4))
         assert scheduler.schedule().num_tokens == 4 and kv.num_free == num_blocks - 1
         assert scheduler.must_wait() == waits, "its next token begins a block; to give way, it must know all its tokens"

@@ -125,9 +125,7 @@ def test_short_prompts_stay_where_they_were(head_dim):
 def test_long_prompts_are_sent_to_it(monkeypatch):
     """By the longest of the batch, and only where it may: in M4 and M5 a prompt of any length is the reader's own kernel's."""
     calls = []
-    variant = KernelVariant(
-        lambda config, *step: is_ahead(config.head_dim, *step), lambda *args, **_: calls.append("hopper")
-    )
+    variant = KernelVariant(lambda c, *step: is_ahead(c.head_dim, *step), lambda *args, **_: calls.append("hopper"))
     monkeypatch.setattr(triton_backend, "prefill", lambda *args, **_: calls.append("prefill"))
     monkeypatch.setattr(triton_backend, "kernel_variant", lambda kernel, device: variant)
     for lens, hopper in (([5000], True), ([7, 5000], True), ([5], False)):

@@ -35,9 +35,7 @@ def engine(name: str, **more: Any) -> LLMEngine:
 
 def requests() -> list[Request]:
     """Each prompt twice, so that the second finds it in the cache; some ask, with and without more of their answer."""
-    params = [
-        replace(GREEDY, prompt_logprobs=(0, 2, None)[i % 3], logprobs=(None, 1)[i % 2]) for i in range(12)
-    ]  # fmt: skip
+    params = [replace(GREEDY, prompt_logprobs=(0, 2, None)[i % 3], logprobs=(None, 1)[i % 2]) for i in range(12)]
     return [Request(p, own) for p, own in zip(prompts([1, 40, 9, 17, 33, 3], seed=11) * 2, params, strict=True)]
 
 

@@ -102,10 +102,9 @@ class TestFilters:
         assert step.tokens() == tokens
         assert torch.equal(step.survivors(), kept > -torch.inf)
 
-    @pytest.mark.parametrize(
-        ("vocab_size", "dtype"),
-        [(1, torch.float32), (5, torch.float16), (259, torch.float32), (filters.TILE + 3, torch.float16)],
-    )
+    @pytest.mark.parametrize(("vocab_size", "dtype"), [
+        (1, torch.float32), (5, torch.float16), (259, torch.float32), (filters.TILE + 3, torch.float16),
+    ])  # fmt: skip
     def test_keeps_what_the_sampler_keeps(self, vocab_size: int, dtype: torch.dtype) -> None:
         self.check(spread(len(EVERY_FILTER), vocab_size, vocab_size, dtype), EVERY_FILTER)
 

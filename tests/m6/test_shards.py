@@ -29,9 +29,8 @@ class InItsFile:
         self.whole, self.shape, self.num_read = whole, whole.shape, 0
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        assert all(isinstance(each, slice) for each in (index if isinstance(index, tuple) else (index,))), (
-            f"a file gives slices alone, and was asked for {index}"
-        )
+        parts = index if isinstance(index, tuple) else (index,)
+        assert all(isinstance(each, slice) for each in parts), f"a file gives slices alone, and was asked for {index}"
         part = self.whole[index]
         self.num_read += part.numel()
         return part
@@ -53,9 +52,7 @@ class TestColumnAndRow:
     @given(size=SIZES, share=st.integers(1, 5), other=st.integers(1, 5))
     def test_the_ranks_together_are_the_whole(self, size: int, share: int, other: int) -> None:
         tall, wide, bias = numbered(size * share, other), numbered(other, size * share), torch.arange(size * share)
-        columns, rows = (
-            [cut(whole, r, size) for r in range(size)] for cut, whole in ((shard_column, tall), (shard_row, wide))
-        )
+        columns, rows = ([cut(w, r, size) for r in range(size)] for cut, w in ((shard_column, tall), (shard_row, wide)))
         assert {(*part.shape,) for part in columns} == {(share, other)}, "column cuts the rows of the weight: outputs"
         assert {(*part.shape,) for part in rows} == {(other, share)}, "row cuts the columns of the weight: inputs"
         assert torch.equal(torch.cat(columns), tall), "the ranks' rows, in the order of the ranks, are the whole"
@@ -67,10 +64,8 @@ class TestColumnAndRow:
     def test_an_mlp_by_hand(self, size: int) -> None:
         """A column cut, then a row cut: each rank alone up to one sum."""
         generator = torch.Generator().manual_seed(size)
-        gate, up, down, x = (
-            torch.randn(shape, generator=generator, dtype=torch.float64)
-            for shape in ((24, 8), (24, 8), (8, 24), (5, 8))
-        )
+        shapes = (24, 8), (24, 8), (8, 24), (5, 8)
+        gate, up, down, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
         total = torch.zeros(5, 8, dtype=torch.float64)
         for rank in range(size):
             own_gate, own_up = shard_column(gate, rank, size), shard_column(up, rank, size)
@@ -222,9 +217,8 @@ class TestVocabParallelArgmax:
 
     def test_a_rank_without_tokens_never_wins(self) -> None:
         scores = torch.tensor([[-torch.inf, -3.0], [-50.0, -torch.inf]])
-        assert best_of_ranks(scores, torch.tensor([[2, 2], [9, 9]], dtype=torch.int32))[1].tolist() == [9, 2], (
-            "a rank whose score is -inf has nothing to offer"
-        )
+        found = best_of_ranks(scores, torch.tensor([[2, 2], [9, 9]], dtype=torch.int32))[1]
+        assert found.tolist() == [9, 2], "a rank whose score is -inf has nothing to offer"
 
     def test_where_all_scores_are_minus_infinity(self) -> None:
         """They are equal scores like others."""

@@ -125,9 +125,8 @@ def test_unpacking_decodes_in_one_kernel_is_unpacking_in_torch(block_size: int) 
     fields[Field.NEW_BLOCK] = [NOTHING, 300, 301, NOTHING, NOTHING, NOTHING]
     before = tables.block_tables.clone().to(DEVICE)
     lines = (int(Field.TOKEN), int(Field.ROW), int(Field.SEQ_LEN), int(Field.NEW_BLOCK))
-    ids, positions, slots, batch_tables = unpack_decode(
-        torch.from_numpy(fields).to(DEVICE), before, tables.last_token.to(DEVICE), block_size, lines
-    )
+    given = torch.from_numpy(fields).to(DEVICE), before, tables.last_token.to(DEVICE)
+    ids, positions, slots, batch_tables = unpack_decode(*given, block_size, lines)
     expected = tables.unpack_decode(torch.from_numpy(fields), max_blocks * block_size)
     assert torch.equal(ids.cpu(), expected.input_ids) and torch.equal(positions.cpu(), expected.positions)
     assert torch.equal(slots.cpu(), expected.slot_mapping) and torch.equal(before.cpu(), tables.block_tables)

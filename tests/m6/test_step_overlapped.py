@@ -86,7 +86,6 @@ class TestStepOverlapped:
     @pytest.mark.parametrize("waits", [set(), {0}, {1, 2}, {3}, {0, 1, 2, 3, 4}])
     def test_every_step_arrives_once_and_in_order(self, waits: set[int]) -> None:
         log, outputs, _ = run("a", "b", "", "c", "d", waits=waits)
-        assert [out for turn in outputs for out in turn] == ["out a", "out b", "out c", "out d"], (
-            "each step is handed out once, and in order"
-        )
+        handed_out = [out for turn in outputs for out in turn]
+        assert handed_out == ["out a", "out b", "out c", "out d"], "each step is handed out once, and in order"
         assert sum(entry.startswith("start") for entry in log) == 4, "only steps that do something are started"

@@ -91,9 +91,6 @@ def test_the_boxes_are_large_enough(tokens: int) -> None:
     assert not can_handle(tokens, torch.empty(8 * MOST_PROGRAMS, 64, dtype=torch.bfloat16, device="meta"))
 
 
-# --- on GPUs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.multi_gpu
 def test_on_two_gpus_as_two_kernels(tmp_path: Path) -> None:
     """Whole numbers, so that every order of a sum gives the same; then a captured chain of sums, 1,000 times."""

@@ -225,9 +225,6 @@ def in_session(leader: int) -> list[int]:
     return found
 
 
-# --- on GPUs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_on_gpus(victim: int) -> None:

@@ -73,9 +73,8 @@ class TestBestDraftLengths:
         assert found == [0, 0], "nobody has a draft, so there is nothing to ask for"
 
     def test_a_gain_below_the_margin_is_none(self) -> None:
-        found = [
-            best_draft_lengths(np.ones(1), np.array([0.5]), costs((1.0, 2.0), (1.0, 1.25)), 2, m) for m in (1.19, 1.21)
-        ]
+        cost = costs((1.0, 2.0), (1.0, 1.25))
+        found = [best_draft_lengths(np.ones(1), np.array([0.5]), cost, 2, m) for m in (1.19, 1.21)]
         assert found == [[1], [0]], "one draft token is 1.2 times as fast as none"
 
     @pytest.mark.parametrize(("seconds", "margin"), [(1.0, 1.5), (1.5, 1.0)])

@@ -44,9 +44,8 @@ def alone() -> LLM:
 def written(alone: LLM, state: RowState, k: int) -> list[int]:
     """What the model writes behind the text by itself."""
     spec = state.sampling
-    params = SamplingParams(
-        temperature=spec.temperature, top_k=spec.top_k, seed=spec.seed, max_tokens=k, ignore_eos=True
-    )
+    kept = {"temperature": spec.temperature, "top_k": spec.top_k, "seed": spec.seed}
+    params = SamplingParams(**kept, max_tokens=k, ignore_eos=True)
     return list(alone.generate([state.token_ids.tolist()], params)[0].outputs[0].token_ids)
 
 

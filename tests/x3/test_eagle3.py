@@ -184,10 +184,9 @@ def few_head() -> Path:
     return head_of(*FEW)
 
 
-@pytest.mark.parametrize(
-    ("preset", "adaptive", "method"),
-    [("m2", False, "eagle3"), ("m5", False, "eagle3"), ("m6", True, "eagle3"), ("m6", False, "ngram+eagle3")],
-)
+@pytest.mark.parametrize(("preset", "adaptive", "method"), [
+    ("m2", False, "eagle3"), ("m5", False, "eagle3"), ("m6", True, "eagle3"), ("m6", False, "ngram+eagle3"),
+])  # fmt: skip
 def test_all_that_a_sample_depends_on_is_kept(preset: str, adaptive: bool, method: str) -> None:
     """Penalties, grammars, stop strings, log-probabilities: what every proposer must keep."""
     pair = demanding_pair(preset)
@@ -218,9 +217,8 @@ def test_however_steps_are_made(how: str, monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair.of(load, **fields)
     if how == "captured":  # steps with prompts and with drafts, as on a GPU
         monkeypatch.setattr(TorchPagedBackend, "supports_prompt_graph", True)
-        monkeypatch.setattr(
-            graph_runner, "buckets_for", lambda *_: [prompt_bucket(80, 2), prompt_bucket(80, 8), *draft_buckets(24)]
-        )
+        buckets = [prompt_bucket(80, 2), prompt_bucket(80, 8), *draft_buckets(24)]
+        monkeypatch.setattr(graph_runner, "buckets_for", lambda *_: buckets)
     drafted, folder = Drafted().watch(monkeypatch), few_head()
     engine = make_engine(**pair.fields, **eagle(folder))
     outputs = serve(engine, load)
@@ -340,19 +338,16 @@ def assert_refused(monkeypatch: pytest.MonkeyPatch, folder: Path, says: str, **f
     assert str(folder) in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "given", "sentence"),
-    [
-        ({}, {"method": "mtp"}, "Qwen3ForCausalLM has none"),
-        ({}, {"method": "eagle3"}, '"eagle3" needs a head'),
-        ({}, {"method": "eagle3", "model": 5}, "must be a text, not 5"),
-        ({}, {"method": "mtp", "model": "x"}, "no other method takes one"),
-        ({}, {"method": "eagle3+draft_model", "model": "x"}, "do not work together"),
-        ({"milestone": "m1"}, {"method": "mtp"}, "steps of several tokens"),
-        ({"model": str(tiny_checkpoint("llama", architectures=["MistralForCausalLM"], sliding_window=8))},
-         {"method": "eagle3", "model": "head"}, "sliding window"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "given", "sentence"), [
+    ({}, {"method": "mtp"}, "Qwen3ForCausalLM has none"),
+    ({}, {"method": "eagle3"}, '"eagle3" needs a head'),
+    ({}, {"method": "eagle3", "model": 5}, "must be a text, not 5"),
+    ({}, {"method": "mtp", "model": "x"}, "no other method takes one"),
+    ({}, {"method": "eagle3+draft_model", "model": "x"}, "do not work together"),
+    ({"milestone": "m1"}, {"method": "mtp"}, "steps of several tokens"),
+    ({"model": str(tiny_checkpoint("llama", architectures=["MistralForCausalLM"], sliding_window=8))},
+     {"method": "eagle3", "model": "head"}, "sliding window"),
+])  # fmt: skip
 def test_what_cannot_have_a_head(fields: dict[str, Any], given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make_engine(**{"milestone": "m6", **fields}, speculative_config=given)
@@ -362,12 +357,9 @@ def test_the_embedded_head() -> None:
     """On stories that it has not seen it is right nearly always; seeded texts stay the same, too."""
     asked = ["Tell me a story about a brave cat named Mia.", "Tell me a story about a green boat."]
     with LLM("stories-5m", device="cpu", max_model_len=256, use_tqdm=False) as llm:
-        tokens = [
-            llm.engine.tokenizer.apply_chat_template(
-                [{"role": "user", "content": one}], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            for one in asked
-        ]
+        chats = [[{"role": "user", "content": one}] for one in asked]
+        tokenizer, how = llm.engine.tokenizer, {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        tokens = [tokenizer.apply_chat_template(chat, **how) for chat in chats]
     load = [Request(one, SamplingParams(temperature=0, max_tokens=60)) for one in tokens]
     load += [Request(one, SamplingParams(temperature=0.8, seed=4, max_tokens=60)) for one in tokens]
     pair = Pair.of(load, model="stories-5m", milestone="m6", max_model_len=256)

@@ -252,15 +252,12 @@ def test_a_draft_that_the_grammar_rejects_counts_as_none() -> None:
     assert policy.seen == [(0, 0)], "or it would be asked again and again"
 
 
-@pytest.mark.parametrize(
-    ("forced", "draft", "seen"),
-    [
-        ([], [1, 1, 1], []),  # nothing is forced: the proposer's draft
-        ([7, 8], [7, 8], [(0, 0)]),  # the proposer says something else: the grammar's tokens, and no draft
-        ([1, 1, 1, 1], [1, 1, 1], [(0, 0)]),  # it says no more than the grammar
-        ([1], [1, 1, 1], []),  # it goes on behind what is forced
-    ],
-)
+@pytest.mark.parametrize(("forced", "draft", "seen"), [
+    ([], [1, 1, 1], []),  # nothing is forced: the proposer's draft
+    ([7, 8], [7, 8], [(0, 0)]),  # the proposer says something else: the grammar's tokens, and no draft
+    ([1, 1, 1, 1], [1, 1, 1], [(0, 0)]),  # it says no more than the grammar
+    ([1], [1, 1, 1], []),  # it goes on behind what is forced
+])  # fmt: skip
 def test_jump_forward_tokens_and_drafts(forced: list[int], draft: list[int], seen: list[tuple[int, int]]) -> None:
     seq = with_grammar(8, regex=".*")
     seq.num_computed_tokens, policy = 2, Noting(3)

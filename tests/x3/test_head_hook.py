@@ -41,7 +41,5 @@ def test_a_double_drafts_what_it_should(preset: str, family: str, monkeypatch: p
         states, embedding = hidden_states(target, whole)
         return drafts_by_hand(states[-1][: len(text) - 1], embedding, head, text, k)
 
-    drafted.found = [
-        (text, draft) for text, draft in drafted.found if text[:9] != load[0].prompt
-    ]  # limited to some tokens
+    drafted.found = [(text, draft) for text, draft in drafted.found if text[:9] != load[0].prompt]  # limited
     assert num_compared(drafted, load, outputs, plain) > 30 and speculation_of(engine).num_draft_tokens > 60

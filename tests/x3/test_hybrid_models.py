@@ -49,10 +49,9 @@ def check_twice(pair: Pair, drafts: str, k: int = 3, **more: Any) -> None:
     assert drafts != "each" or 0 < made.num_accepted < made.num_draft_tokens
 
 
-@pytest.mark.parametrize(
-    ("engine", "drafts", "kind"),
-    [("m2", "often", "greedy"), ("m4", "often", "seeded"), ("m5", "right", "seeded"), ("m6", "wrong", "greedy")],
-)
+@pytest.mark.parametrize(("engine", "drafts", "kind"), [
+    ("m2", "often", "greedy"), ("m4", "often", "seeded"), ("m5", "right", "seeded"), ("m6", "wrong", "greedy"),
+])  # fmt: skip
 def test_the_text_is_that_without_drafts(engine: str, drafts: str, kind: str) -> None:
     check_twice(pair_of(engine, len(drafts), kind), drafts)
 

@@ -53,10 +53,8 @@ class Writers:
                 start = self._ends[row] + i
                 tokens = np.array([9 + row + i], np.int32) if i < num_given else no_tokens()
                 if i < length:
-                    blocks = self._blocks(row, start, start + 1)
-                    scheduled_seqs.append(
-                        ScheduledSequence(row, row, start, start + 1, tokens, blocks, -(-start // BLOCK), 1, None)
-                    )
+                    blocks, at = self._blocks(row, start, start + 1), -(-start // BLOCK)
+                    scheduled_seqs.append(ScheduledSequence(row, row, start, start + 1, tokens, blocks, at, 1, None))
             found.append(SchedulerOutput(tuple(scheduled_seqs)))
         self._ends = [end + length for end, length in zip(self._ends, lengths, strict=True)]
         return found

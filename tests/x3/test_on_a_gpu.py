@@ -10,7 +10,7 @@ from folovllm.attention.backends.abstract import BackendUnavailable
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
-from tests.m6.traffic import assert_nothing_is_compiled_after_the_start, kernels
+from tests.m6.traffic import assert_nothing_is_compiled_after_the_start, watch_compiling
 from tests.workloads import Request, serve
 from tests.x3.engines import Pair, make_engine, speculation_of
 from tests.x3.test_eagle3 import GREEDY, Drafted, check_drafts, eagle, few_head, letters_head
@@ -52,15 +52,8 @@ def test_grammars_and_filters_are_sampled_at_once(num_seqs: int) -> None:
 
 def test_nothing_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with drafts of every size meet kernels that are there, as in `tests/m6/test_warm_up.py`."""
-    import triton
-
     pair = Pair.of(demanding(), milestone="m6", device="cuda", attention_backend="triton")
-    for kernel in kernels():
-        kernel.device_caches.clear()
-    compiled: list[str] = []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(f"{what['repr']} {what['key']}")
-    )
+    compiled = watch_compiling(monkeypatch)
     engine = pair.engine("often", k=5)
     assert len(compiled) >= 9, f"the hook saw {compiled}"
     compiled.clear()

@@ -130,10 +130,8 @@ class Served:
         start, flying = self.clock.now, None
         grammar = StructuredOutputsParams(regex=".*") if self.grammar else None  # it says only that there is one
         grammars = [None if i in without_grammar else grammar for i in range(len(texts))]
-        seqs = [
-            sequence(text[:num_prompt], len(text) - num_prompt, structured_outputs=own)
-            for text, own in zip(texts, grammars, strict=True)
-        ]
+        pairs = zip(texts, grammars, strict=True)
+        seqs = [sequence(text[:num_prompt], len(text) - num_prompt, structured_outputs=own) for text, own in pairs]
         for seq, text in zip(seqs, texts, strict=True):
             self.texts[seq.seq_id] = text
             self.scheduler.add(seq)

@@ -67,10 +67,9 @@ def with_an_eagle() -> tuple[Pair, dict[str, Any]]:
     return demanding_pair("m6"), eagle(letters_head())
 
 
-@pytest.mark.parametrize(
-    ("make", "accepted"),
-    [(with_a_rooted_proposer, 20), (with_an_eagle, 2), (with_a_head_among_experts, 2), (with_a_draft_model, 20)],
-)
+@pytest.mark.parametrize(("make", "accepted"), [
+    (with_a_rooted_proposer, 20), (with_an_eagle, 2), (with_a_head_among_experts, 2), (with_a_draft_model, 20),
+])  # fmt: skip
 def test_ranks_need_not_know_who_drafts(make: Callable[[], tuple[Pair, dict[str, Any]]], accepted: int) -> None:
     """A proposer stays where it is, each rank has the whole head beside its part of the model, and a draft model's tokens are sent."""
     pair, drafts = make()

@@ -135,15 +135,11 @@ def batch_of(lens: list[int], new: list[int], paged: Paged, num_decodes: int) ->
 class TestBackend:
     CONFIG = AttentionConfig(4, 2, 32, torch.float32, DEVICE, 16, 8)
 
-    @pytest.mark.parametrize(
-        ("seqs", "num_decodes", "is_its_own"),
-        [
-            ([(40, 1), (7, 1), (33, 5), (90, 2)], 2, True),
-            ([(40, 1), (33, 17), (90, 2)], 1, False),
-            ([(40, 1), (7, 1)], 2, False),
-        ],
-        ids=["checks", "with a prompt", "decodes"],
-    )
+    @pytest.mark.parametrize(("seqs", "num_decodes", "is_its_own"), [
+        ([(40, 1), (7, 1), (33, 5), (90, 2)], 2, True),
+        ([(40, 1), (33, 17), (90, 2)], 1, False),
+        ([(40, 1), (7, 1)], 2, False),
+    ], ids=["checks", "with a prompt", "decodes"])  # fmt: skip
     def test_takes_steps_of_few_tokens(self, seqs: list[tuple[int, int]], num_decodes: int, is_its_own: bool) -> None:
         lens, new = map(list, zip(*seqs, strict=True))
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
@@ -204,9 +200,8 @@ class TestBackend:
         backend = TritonVerifyBackend(replace(self.CONFIG, kv_dtype=FP8), 6, 13)
         backend.plan(batch)
         out = backend.of_layer(scales).forward(query, cache, batch)
-        whole = torch.stack(
-            [decode(cache[0], scales.key, torch.float32), decode(cache[1], scales.value, torch.float32)]
-        )
+        steps = zip(cache, (scales.key, scales.value), strict=True)
+        whole = torch.stack([decode(part, scale, torch.float32) for part, scale in steps])
         assert_close(out, TorchNaiveBackend(self.CONFIG).forward(query, whole, batch))
 
 
@@ -214,15 +209,10 @@ class TestEngine:
     @pytest.mark.parametrize("drafts", [None, 3])
     def test_who_attends(self, drafts: int | None) -> None:
         """Without drafts the very class that was there before."""
-        fields = {
-            "model": str(tiny_checkpoint()),
-            "device": str(DEVICE),
-            "dtype": "float32",
-            "attention_backend": "triton",
-        }
+        fields = {"device": str(DEVICE), "dtype": "float32", "attention_backend": "triton"}
         if drafts:
             fields |= {"speculative_method": "ngram", "num_speculative_tokens": drafts}
-        setup = set_up(EngineConfig(**fields))
+        setup = set_up(EngineConfig(model=str(tiny_checkpoint()), **fields))
         backend = build_batch.attention_backend(setup, extension_of(setup))
         assert type(backend) is (TritonVerifyBackend if drafts else TritonBackend)
 

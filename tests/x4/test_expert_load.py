@@ -40,9 +40,7 @@ def by_transformers(family: str, texts: tuple[tuple[int, ...], ...]) -> list[lis
     for ids in texts:
         with torch.no_grad():
             logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
-        total = total + torch.stack(
-            [layer.topk(k).indices.flatten().bincount(minlength=layer.shape[1]) for layer in logits]
-        )
+        total = total + torch.stack([one.topk(k).indices.flatten().bincount(minlength=one.shape[1]) for one in logits])
     return total.tolist()
 
 
@@ -51,23 +49,13 @@ def computed(outputs) -> tuple[tuple[int, ...], ...]:
     return tuple((*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]) for output in outputs)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        ("qwen3_moe", {"milestone": "m3"}),
-        ("mixtral", {"milestone": "m5", "max_num_batched_tokens": 7}),
-        ("qwen2_moe", {"attention_backend": "torch_paged"}),
-        pytest.param("qwen2_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", {"device": "cuda", "dtype": "float32"}, marks=pytest.mark.gpu),
-    ],
-    ids=[
-        "a step at a time",
-        "prompts in chunks",
-        "captured steps with padding, overlapped",
-        "two ranks, experts shared out, the shared one cut",
-        "CUDA graphs",
-    ],
-)
+@pytest.mark.parametrize(("family", "fields"), [
+    ("qwen3_moe", {"milestone": "m3"}),  # a step at a time
+    ("mixtral", {"milestone": "m5", "max_num_batched_tokens": 7}),  # prompts in chunks
+    ("qwen2_moe", {"attention_backend": "torch_paged"}),  # captured steps with padding, overlapped
+    pytest.param("qwen2_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", {"device": "cuda", "dtype": "float32"}, marks=pytest.mark.gpu),  # CUDA graphs
+], ids=str)  # fmt: skip
 def test_counts_are_those_of_transformers(family: str, fields: dict, request: pytest.FixtureRequest) -> None:
     """And so are the answers. Twice: what is asked between steps, and in the middle of the second load, changes nothing."""
     if "tensor_parallel_size" in fields:
@@ -119,9 +107,8 @@ def test_prometheus_gets_counts() -> None:
 
     text, expected = asyncio.run(scrape())
     found = re.findall(r'^folovllm:expert_tokens_total\{.*expert="(\d)",layer="(\d)",.*\} (\S+)$', text, re.M)
-    assert {(int(layer), int(e)): float(count) for e, layer, count in found} == {
-        (layer, e): count for layer, counts in enumerate(expected) for e, count in enumerate(counts)
-    }
+    counted = {(layer, e): count for layer, counts in enumerate(expected) for e, count in enumerate(counts)}
+    assert {(int(layer), int(e)): float(count) for e, layer, count in found} == counted
     (uneven,) = re.findall(r'^folovllm:expert_imbalance\{.*layer="1",.*\} (\S+)$', text, re.M)
     assert float(uneven) == pytest.approx(imbalance(expected[1]))
 

@@ -36,10 +36,9 @@ def checkpoint(family: str) -> Path:
     return tiny_checkpoint(family, **FAMILIES[family])
 
 
-@pytest.mark.parametrize(
-    ("family", "backend"),
-    [*((family, "torch_naive") for family in FAMILIES), ("gemma3_text", "torch_cat")],
-)
+@pytest.mark.parametrize(("family", "backend"), [
+    *((family, "torch_naive") for family in FAMILIES), ("gemma3_text", "torch_cat"),
+])  # fmt: skip
 def test_logits_equal_hugging_face(family: str, backend: str) -> None:
     """A prompt of three windows and a half, whole and in pieces, single tokens among them."""
     path, (ids,) = checkpoint(family), prompts([42])

@@ -90,10 +90,9 @@ def test_a_prompt_of_equal_tokens() -> None:
     plain, fused = two_layers("grouped")
     for layer in (plain, fused):
         layer.A_log.data.fill_(-8.0)  # nothing fades
-    x, batch = torch.ones(CHUNK, 32), ([CHUNK], [0], [0])
-    torch.testing.assert_close(
-        fused.to(ON)(x.to(ON), to_device(batch_of(*batch))).cpu(), plain(x, batch_of(*batch)), rtol=1e-4, atol=1e-4
-    )
+    x, batch = torch.ones(CHUNK, 32), batch_of([CHUNK], [0], [0])
+    expected = plain(x, batch)
+    torch.testing.assert_close(fused.to(ON)(x.to(ON), to_device(batch)).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

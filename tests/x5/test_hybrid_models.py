@@ -90,9 +90,7 @@ def seeded(family: str = "qwen3_next") -> Workload:
     return answered(hybrid_checkpoint(family), mixed_requests("seeded", 8))
 
 
-@pytest.mark.parametrize(
-    ("family", "engine"), [*(("qwen3_next", engine) for engine in ENGINES), ("qwen3_5_moe_text", "m6")]
-)
+@pytest.mark.parametrize(("family", "engine"), [*(("qwen3_next", e) for e in ENGINES), ("qwen3_5_moe_text", "m6")])
 def test_presets_answer_as_transformers(family: str, engine: str) -> None:
     """Twice, so that the second time slots hold the states of others, and prefixes are found."""
     load = seeded(family)
@@ -185,13 +183,10 @@ def test_states_that_fit_into_no_memory_are_refused_before_they_are_made(milesto
         LLM(str(hybrid_checkpoint()), milestone=milestone, device="cpu", use_tqdm=False, max_num_seqs=99_999_999)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("linear_num_key_heads", 3, "linear_num_value_heads, 4, must be a multiple of linear_num_key_heads, 3"),
-        ("linear_key_head_dim", 0, "linear_key_head_dim is 0"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "says"), [
+    ("linear_num_key_heads", 3, "linear_num_value_heads, 4, must be a multiple of linear_num_key_heads, 3"),
+    ("linear_key_head_dim", 0, "linear_key_head_dim is 0"),
+])  # fmt: skip
 def test_sizes_that_make_no_layer(field: str, value: int, says: str) -> None:
     config = AutoConfig.from_pretrained(hybrid_checkpoint())
     setattr(config, field, value)

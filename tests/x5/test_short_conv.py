@@ -22,10 +22,8 @@ def test_a_single_token_moves_the_state() -> None:
     """A decode: the oldest input leaves, the others move up."""
     x, state, weight = torch.tensor([[100.0]]), torch.tensor([[20.0], [60.0]]), torch.tensor([[1.0, 2.0, 3.0]])
     _, after = convolve(x, state, weight)
-    worked_case(
-        "x5.3 decode", after.flatten().tolist(), [60.0, 100.0],
-        "20 is no longer needed: 60 and 100 are the last two inputs",
-    )  # fmt: skip
+    says = "20 is no longer needed: 60 and 100 are the last two inputs"
+    worked_case("x5.3 decode", after.flatten().tolist(), [60.0, 100.0], says)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -57,9 +55,8 @@ def test_sequences_are_independent(shape: tuple[int, ...], width: int) -> None:
     assert all(map(torch.equal, given, copies)), "an argument was written over"
     for s in np.ndindex(*batch):
         alone, own = convolve(x[s], state[s], weight)
-        torch.testing.assert_close(
-            out[s], alone, msg=f"sequence {s} of a batch {list(x.shape)}, K = {width}: other outputs than alone"
-        )
+        says = f"sequence {s} of a batch {list(x.shape)}, K = {width}: other outputs than alone"
+        torch.testing.assert_close(out[s], alone, msg=says)
         says = f"the state of sequence {s} of a batch {list(x.shape)}, K = {width}: not the last {width - 1} inputs"
         assert after[s].shape == own.shape and torch.equal(after[s], own), says
 
@@ -73,9 +70,8 @@ def test_half_precision() -> None:
     _, after = convolve(x.float(), state, torch.full((2, 4), 0.3))
     assert after.dtype == torch.bfloat16, f"the state has the dtype of the slot, not that of x, {after.dtype}"
     exact = 4 * float(x[0, 0]) * float(torch.tensor(0.3).bfloat16())
-    torch.testing.assert_close(
-        out[0, 0].item(), F.silu(torch.tensor(exact)).item(), rtol=1e-5, atol=0, msg="the sum was rounded"
-    )
+    right = F.silu(torch.tensor(exact)).item()
+    torch.testing.assert_close(out[0, 0].item(), right, rtol=1e-5, atol=0, msg="the sum was rounded")
 
 
 def test_a_state_in_float32_beside_tokens_of_16_bits() -> None:

@@ -103,9 +103,7 @@ class TestEvicting:
     def test_any_snapshots_in_any_order(self) -> None:
         chance = random.Random(0)
         for _ in range(200):
-            pairs = chance.sample(
-                [(used, n) for used in (0, 1, 2, 9) for n in (16, 32, 48, 4096)], chance.randint(1, 8)
-            )
+            pairs = chance.sample([(u, n) for u in (0, 1, 2, 9) for n in (16, 32, 48, 4096)], chance.randint(1, 8))
             kept = [Snapshot(slot, n, used, 90 - slot) for slot, (used, n) in enumerate(pairs)]
             found = snapshot_to_evict(kept)
             says = f"of (last used, tokens) {pairs} goes {min(pairs)}, not {(found.last_used, found.num_tokens)}"

@@ -145,6 +145,5 @@ def test_neighbours_change_no_bit() -> None:
         alone[:, :, 0] = query[:, :, i]
         at = torch.zeros_like(positions)
         at[:, 0] = positions[:, i]
-        assert torch.equal(attend_in_tiles(alone, key, value, at, 0.25)[:, :, 0], whole[:, :, i]), (
-            f"the token at position {140 + i} gets other bits alone than beside others: tiles are the same for both"
-        )
+        says = f"the token at position {140 + i} gets other bits alone than beside others: tiles are the same for both"
+        assert torch.equal(attend_in_tiles(alone, key, value, at, 0.25)[:, :, 0], whole[:, :, i]), says

@@ -111,16 +111,13 @@ def check_gradients(llm: LLM, *lengths: int) -> None:
         torch.testing.assert_close(gradients[0][name], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({"milestone": "m1"}, "m2 or later"),
-        ({"compile": True}, "leave it out"),
-        ({"tensor_parallel_size": 2}, "leave tensor_parallel_size at 1"),
-        ({"kv_cache_dtype": "fp8"}, "8 bits"),
-        ({"speculative_method": "ngram"}, "do not work together"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "says"), [
+    ({"milestone": "m1"}, "m2 or later"),
+    ({"compile": True}, "leave it out"),
+    ({"tensor_parallel_size": 2}, "leave tensor_parallel_size at 1"),
+    ({"kv_cache_dtype": "fp8"}, "8 bits"),
+    ({"speculative_method": "ngram"}, "do not work together"),
+])  # fmt: skip
 def test_what_breaks_the_promise_is_refused(overrides: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         engine(**overrides)

@@ -57,13 +57,10 @@ def assert_updated(first: Path, other: Path, **overrides: Any) -> None:
         assert scores(llm) == before, "what was repacked for the other weights is left"
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("fp8 blocks", "float32"), ("fp8 tensor", "float32"), ("int8 packed", "float32"), ("gptq", "float32"), ("gptq sorted", "float32"),
-        ("awq", "float32"), ("awq", "bfloat16"), ("packed symmetric", "float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "dtype"), [
+    ("fp8 blocks", "float32"), ("fp8 tensor", "float32"), ("int8 packed", "float32"), ("gptq", "float32"), ("gptq sorted", "float32"),
+    ("awq", "float32"), ("awq", "bfloat16"), ("packed symmetric", "float32"),
+])  # fmt: skip
 def test_packed_layers(kind: str, dtype: str, tmp_path: Path) -> None:
     """Queries, keys and values are one layer, gate and up another. In bfloat16 torch's own kernel has a layout of its own."""
     assert_updated(*two_checkpoints(KINDS[kind], tiny(), tmp_path), dtype=dtype)
