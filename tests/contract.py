@@ -4,8 +4,6 @@
 tokens and attend, and compares. A backend joins by being registered: see tests/m3/test_contract.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

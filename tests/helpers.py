@@ -10,8 +10,6 @@ Tiny models are initialised with a standard deviation of 0.3: at the usual 0.02 
 no test would notice a broken cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -103,15 +101,9 @@ def assert_varied(outputs: Sequence[Sequence[int]]) -> None:
 
 
 def tiny_checkpoint(
-    family: str = "qwen3",
-    *,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 32,
-    tied: bool = True,
-    max_shard_size: str = "1GB",
-    **overrides: Any,
-) -> Path:
+    family: str = "qwen3", *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 32, tied: bool = True,
+    max_shard_size: str = "1GB", **overrides: Any,
+) -> Path:  # fmt: skip
     """A folder with a random model and a byte-level tokenizer in Hugging Face format, made once per machine.
 
     `overrides` are fields of the config. The hidden size is not Hq * D, except for Qwen2, which knows no other.
@@ -225,9 +217,8 @@ class Driver:
         self.model = build_model(config, dtype, device, layers=layers)
         load_model(self.model, path, use_tqdm=False)
         heads, head_dim = config.num_key_value_heads, head_dim_of(config)
-        attention = AttentionConfig(
-            config.num_attention_heads, heads, head_dim, dtype, torch.device(device), block_size, max_seqs
-        )
+        on = torch.device(device)
+        attention = AttentionConfig(config.num_attention_heads, heads, head_dim, dtype, on, block_size, max_seqs)
         self.backend = get_backend(backend)(attention)
         blocks = -(-max_len // block_size)
         order = torch.randperm(max_seqs * blocks, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,5 @@ NO_KERNELS = {"folovllm.kernels.dry_run", "folovllm.learn.numpy_triton"}
 def kernel_modules() -> list[str]:
     """Dotted names of the files in `kernels/` and `hopper/` of any package. Imports nothing."""
     files = [*PACKAGE.rglob("kernels/*.py"), *PACKAGE.glob("electives/hopper/*.py")]
-    names = {
-        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files if file.stem != "__init__"
-    }
+    names = {".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts) for f in files if f.stem != "__init__"}
     return sorted(names - NO_KERNELS)

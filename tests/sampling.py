@@ -1,7 +1,5 @@
 """Sampling specs, and rows of a `SamplerState` that have them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -20,13 +18,9 @@ CPU = torch.device("cpu")
 
 
 def sequence(
-    params: SamplingParams,
-    prompt: Iterable[int],
-    answer: Iterable[int] = (),
-    seed: int = 0,
-    ends: Iterable[int] = (1,),
-    bad_words: Iterable[SequenceOf[int]] = (),
-) -> Sequence:
+    params: SamplingParams, prompt: Iterable[int], answer: Iterable[int] = (), seed: int = 0,
+    ends: Iterable[int] = (1,), bad_words: Iterable[SequenceOf[int]] = (),
+) -> Sequence:  # fmt: skip
     """A request's sequence; `ends` are the tokens that would end its answer, `bad_words` are given as tokens."""
     answer, words = list(answer), tuple(map(tuple, bad_words))
     request = Request("r", list(prompt), params, len(answer) + 16, seed, frozenset(ends), bad_words=words)

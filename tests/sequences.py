@@ -1,12 +1,11 @@
 """Sequences without a tokenizer, and a cache that only counts: what tests of schedulers and caches need."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.request import Request, Sequence
@@ -21,16 +20,30 @@ def make_seq(
 ) -> Sequence:  # fmt: skip
     """A waiting sequence that ends at the token `EOS` or after `max_tokens`. A prompt of n tokens is 10, 11, 12, ..."""
     request = Request(
-        request_id=name,
-        prompt_token_ids=[10 + i for i in range(prompt)] if isinstance(prompt, int) else prompt,
-        params=SamplingParams(max_tokens=max_tokens, **params),
-        max_tokens=max_tokens,
-        seed=0,
-        eos_token_ids=frozenset({EOS}),
-        priority=priority,
-        cache_salt=salt,
-    )
+        request_id=name, prompt_token_ids=[10 + i for i in range(prompt)] if isinstance(prompt, int) else prompt,
+        params=SamplingParams(max_tokens=max_tokens, **params), max_tokens=max_tokens, seed=0,
+        eos_token_ids=frozenset({EOS}), priority=priority, cache_salt=salt,
+    )  # fmt: skip
     return Sequence(request, IncrementalDetokenizer(lambda ids: "".join(f"<{i}>" for i in ids)))
+
+
+def holding(kv: BlockManager, *block_ids: int, computed: int = 0, tokens: int = 1) -> Sequence:
+    """A running sequence whose table names these blocks; they leave the free list, or gain one more holder."""
+    seq = make_seq(max(computed, tokens))
+    seq.start()
+    seq.num_computed_tokens = computed
+    for block_id in block_ids:
+        block = kv.blocks[block_id]
+        if block.ref_count == 0:
+            kv._free.remove(block)
+        block.ref_count += 1
+    seq.block_table = list(block_ids)
+    return seq
+
+
+def free_ids(kv: BlockManager) -> list[int]:
+    """The free list from left to right, by taking all of it."""
+    return [kv._free.popleft().block_id for _ in range(kv.num_free)]
 
 
 class CountingCache(KVCacheManager):

@@ -18,9 +18,7 @@ def test_the_embedded_model_answers_as_transformers_does(milestone: str) -> None
     llm.close()
     for output in outputs:
         expected, _ = hf_greedy(ASSETS / "stories-5m", output.prompt_token_ids, ANSWER.max_tokens or 0)
-        assert list(output.outputs[0].token_ids) == expected, (
-            f"{milestone} answers {output.prompt!r} otherwise than transformers"
-        )
+        assert list(output.outputs[0].token_ids) == expected, f"{milestone} answers {output.prompt!r} otherwise"
 
 
 def test_a_client_of_the_server_gets_the_same() -> None:

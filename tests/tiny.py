@@ -4,8 +4,6 @@ What each wrong answer of the course gives in the worked case is stored beside i
 (written by `python -m tests.course.outputs`). So a failure can say which mistake has these numbers.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ ends as the child does. What is started by the child, by `sys.executable` or by 
 The real interpreter runs what a fork could not do faithfully: options other than -P, -u, -m and -c, and an environment that differs in what was read when the libraries were imported (`READ_EARLY`).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl
@@ -33,52 +31,17 @@ from pathlib import Path
 from typing import Any, Self
 
 PLUGINS = ["_hypothesis_pytestplugin", "pytest_timeout"]
-PRELOAD = [
-    "torch",
-    "transformers",
-    "triton",
-    "triton.language",
-    "triton.runtime.interpreter",
-    "triton.experimental.gluon",  # when the first kernel runs
-    "anyio._backends._asyncio",  # when pytest loads the plugins that are installed
-    "pytest",
-    "hypothesis",
-    "numpy",
-    *PLUGINS,
-    "_pytest.junitxml",
-    "_pytest.doctest",
-    "_pytest.unittest",
-    "_pytest.debugging",
-    "rich.console",
-    "rich.markdown",
-    "rich.syntax",
-    "rich.table",
-    "typer.testing",
-    "typer._adapters",  # when a command's arguments are read: pydantic
-    "pydantic.fields",
-    "pydantic.type_adapter",
-    "tabulate",  # when the interpreter ends: torch._dynamo
-    "xxhash",
-    "safetensors.torch",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.llama.modeling_llama",
-]
+PRELOAD = [  # some are imported only when a kernel runs, pytest loads its plugins, arguments are read, or an interpreter ends
+    "torch", "transformers", "triton", "triton.language", "triton.runtime.interpreter", "triton.experimental.gluon",
+    "anyio._backends._asyncio", "pytest", "hypothesis", "numpy", *PLUGINS, "_pytest.junitxml", "_pytest.doctest", "_pytest.unittest",
+    "_pytest.debugging", "rich.console", "rich.markdown", "rich.syntax", "rich.table", "typer.testing", "typer._adapters",
+    "pydantic.fields", "pydantic.type_adapter", "tabulate", "xxhash", "safetensors.torch",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
+]  # fmt: skip
 READ_EARLY = (
-    "TRITON_",
-    "OMP_",
-    "MKL_",
-    "CUDA_",
-    "TORCH",
-    "HF_",
-    "TRANSFORMERS_",
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "VIRTUAL_ENV",
-    "TYPER_",
-    "_TYPER_",
-    "TERMINAL_WIDTH",
-)
+    "TRITON_", "OMP_", "MKL_", "CUDA_", "TORCH", "HF_", "TRANSFORMERS_", "PYTHON", "LC_", "LANG", "VIRTUAL_ENV",
+    "TYPER_", "_TYPER_", "TERMINAL_WIDTH",
+)  # fmt: skip
 NOT_EARLY = (
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
@@ -281,10 +244,10 @@ def _status(words: list[str]) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return -signal.SIGINT
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
 
@@ -293,7 +256,7 @@ def _main(words: list[str]) -> None:
     libraries = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     options, (kind, *rest) = options_of(words)
     if "-u" in options:
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(write_through=True)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind in ("-m", "-c"):
         what, *rest = rest
@@ -302,7 +265,7 @@ def _main(words: list[str]) -> None:
         what, first, sys.argv = kind, os.path.dirname(os.path.realpath(kind)), [kind, *rest]
     sys.path[:0] = [*([] if "-P" in options else [first]), *libraries]
     if kind == "-m":
-        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+        runpy._run_module_as_main(what)
     elif kind == "-c":
         exec(compile(what, "<string>", "exec"), vars(main))
     else:
@@ -313,7 +276,7 @@ def _main(words: list[str]) -> None:
 def _end(status: int) -> None:
     """As an interpreter does, but for taking apart what there is."""
     with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):

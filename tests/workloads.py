@@ -4,8 +4,6 @@ The reference is M1: one request at a time through transformers' model. `Workloa
 sense of `tests.helpers`: tokens are equal up to the first step whose choice was a close call.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -124,30 +122,29 @@ def arrival_steps(arrival: str, count: int, seed: int = 0) -> list[int | None]:
     return [0] * count if arrival == "at_once" else sorted(rng.randint(0, 2 * count) for _ in range(count))
 
 
-def serve(
-    engine: LLMEngine, requests: Sequence[Request], arrival: str = "at_once", seed: int = 0
-) -> list[RequestOutput]:
+def serve(engine: LLMEngine, load: Sequence[Request], arrival: str = "at_once", seed: int = 0) -> list[RequestOutput]:
     """Submit the requests as `arrival` says and step until all are finished; outputs in the order of requests."""
-    steps = arrival_steps(arrival, len(requests), seed)
+    steps = arrival_steps(arrival, len(load), seed)
     finished: dict[str, RequestOutput] = {}
-    submitted = 0
+    sent = 0
     for step in range(MAX_STEPS):
-        while submitted < len(requests) and (
-            len(finished) == submitted if (at := steps[submitted]) is None else at <= step
-        ):
-            request = requests[submitted]
-            engine.add_request(f"r{submitted}", request.prompt, request.params, priority=request.priority, stream=False)
-            submitted += 1
+        while sent < len(load) and (len(finished) == sent if (at := steps[sent]) is None else at <= step):
+            request = load[sent]
+            engine.add_request(f"r{sent}", request.prompt, request.params, priority=request.priority, stream=False)
+            sent += 1
         if engine.has_unfinished_requests():
             for output in engine.step():
                 assert output.request_id not in finished, f"{output.request_id} ended twice"
                 finished[output.request_id] = output
-        elif submitted == len(requests):
+        elif sent == len(load):
             assert_nothing_left(engine)
-            return [finished[f"r{i}"] for i in range(len(requests))]
-    raise AssertionError(
-        f"{len(requests) - len(finished)} of {len(requests)} requests unfinished after {MAX_STEPS} steps"
-    )
+            return [finished[f"r{i}"] for i in range(len(load))]
+    raise AssertionError(f"{len(load) - len(finished)} of {len(load)} requests unfinished after {MAX_STEPS} steps")
+
+
+def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Step until nothing is left; the last word on each request."""
+    return {output.request_id: output for output in run_to_end(engine)}
 
 
 def run_to_end(engine: LLMEngine) -> list[RequestOutput]:

@@ -1,7 +1,5 @@
 """How memory grows while a model is loaded: for `test_loader.py`, in a process of its own that imports little."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`naive_attention`, `create_causal_mask`, and the two ways to store K/V."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -82,25 +80,19 @@ class TestNaiveAttention:
     def test_without_a_mask_everything_is_seen(self) -> None:
         query, key, value = random_qkv(2, 6, 4, 2, 8)
         expected = torch_attention(query, key, value, 0.3)
-        torch.testing.assert_close(
-            naive_attention(query, key, value, 0.3), expected, msg="no mask: every query sees all 6"
-        )
+        torch.testing.assert_close(naive_attention(query, key, value, 0.3), expected, msg="without a mask all is seen")
 
     def test_the_result_has_the_dtype_of_the_values(self) -> None:
         query, key, value = random_qkv(2, 5, 4, 2, 8)
         out = naive_attention(query, key, value.bfloat16(), 0.3)
-        assert out.dtype == torch.bfloat16, (
-            f"float32 queries and keys, bfloat16 values: the result is bfloat16, not {out.dtype}"
-        )
+        assert out.dtype == torch.bfloat16, f"values are bfloat16, and so is the result, not {out.dtype}"
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_many_small_weights(self, dtype: torch.dtype) -> None:
         """4,096 equal scores: a sum of so many ones in 16 bits ends at 256 or 2,048."""
         query, key, value = (torch.full((n, 1, 4), x, dtype=dtype) for n, x in ((1, 0.0), (4096, 1.0), (4096, 1.0)))
         found = naive_attention(query, key, value, 1.0)[0, 0, 0].item()
-        assert abs(found - 1) < 0.02, (
-            f"4,096 values of 1, all with the same weight, give 1, not {found}: softmax is in float32"
-        )
+        assert abs(found - 1) < 0.02, f"the mean of 4,096 ones is 1, not {found}: softmax is in float32"
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision(self, dtype: torch.dtype) -> None:

@@ -1,7 +1,5 @@
 """The registry of attention backends, and the two that M1 and M2 run on, at the level of their contract."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

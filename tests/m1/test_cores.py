@@ -1,7 +1,5 @@
 """Cores that a process may use: its affinity, and the quotas of Linux's control groups of both versions."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How many threads torch gets: one for a small model, more where they help, what the user says if he says so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -61,14 +59,11 @@ class TestTheEnginesChoice:
             assert threads == [8, 1] and llm.engine.num_threads == 1
             assert llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
 
-    @pytest.mark.parametrize(
-        ("seconds", "cores", "chosen"),
-        [
-            ({1: 1.0, 2: 0.6, 4: 0.4, 8: 0.38}, 8, 4),  # as many as help
-            ({1: 1.0, 2: 0.5, 4: 0.3, 6: 0.2}, 6, 6),  # no power of two
-            ({1: 1.0, 2: 0.9}, 8, 1),  # on a tie fewer
-        ],
-    )
+    @pytest.mark.parametrize(("seconds", "cores", "chosen"), [
+        ({1: 1.0, 2: 0.6, 4: 0.4, 8: 0.38}, 8, 4),  # as many as help
+        ({1: 1.0, 2: 0.5, 4: 0.3, 6: 0.2}, 6, 6),  # no power of two
+        ({1: 1.0, 2: 0.9}, 8, 1),  # on a tie fewer
+    ])  # fmt: skip
     def test_a_larger_one_gets_as_many_as_help(
         self, seconds: dict[int, float], cores: int, chosen: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -1,7 +1,5 @@
 """m1.7: text comes out a token at a time, all of it, and never half a character."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -70,9 +68,8 @@ class TestAdvance:
         worked_case("m1.7", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_character_of_four_bytes_comes_at_once(self) -> None:
-        assert deltas_of(new(), TOKENIZER.encode("a😀b")) == ["a", "", "", "", "😀", "b"], (
-            "the first three of a character's four bytes show nothing, the fourth shows it whole"
-        )
+        says = "the first three of a character's four bytes show nothing, the fourth shows it whole"
+        assert deltas_of(new(), TOKENIZER.encode("a😀b")) == ["a", "", "", "", "😀", "b"], says
 
     def test_several_tokens_at_once_and_none(self) -> None:
         detokenizer = IncrementalDetokenizer(Words())
@@ -82,9 +79,7 @@ class TestAdvance:
         assert detokenizer.advance() == "w0 w1 w2", "three tokens at once give the text of all three"
         assert detokenizer.advance() == "", "asked again with nothing appended: nothing is new"
         detokenizer.append(3)
-        assert detokenizer.advance() == " w3", (
-            "the window did not move when nothing was new: the space before the word is still seen"
-        )
+        assert detokenizer.advance() == " w3", "the window did not move: the space before the word is still seen"
         assert detokenizer.text == "w0 w1 w2 w3", "`text` is all that was shown"
 
     def test_the_window_stays_short(self) -> None:
@@ -96,15 +91,12 @@ class TestAdvance:
         detokenizer = new()
         stray = TOKENIZER.encode("é")[-1]  # a byte that no character begins with
         deltas_of(detokenizer, [stray, *TOKENIZER.encode("ab")])
-        assert detokenizer.text == REPLACEMENT + "ab", (
-            "a byte that can never become a character is shown with what follows it"
-        )
+        assert detokenizer.text == REPLACEMENT + "ab", "a byte that is no character is shown with what follows it"
 
     def test_tokens_without_text(self) -> None:
         a, b, c = TOKENIZER.encode("abc")
-        assert deltas_of(new(), [a, 257, b, 258, 258, c]) == ["a", "", "b", "", "", "c"], (
-            "a special token has no text, and what follows is neither lost nor late"
-        )
+        says = "a special token has no text, and what follows is neither lost nor late"
+        assert deltas_of(new(), [a, 257, b, 258, 258, c]) == ["a", "", "b", "", "", "c"], says
 
     @given(texts)
     def test_deltas_add_up_and_hold_whole_characters(self, text: str) -> None:

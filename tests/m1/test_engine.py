@@ -1,7 +1,5 @@
 """The chain of M1: one request at a time, step by step; abort; two engines in one process."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Iterator
@@ -88,7 +86,7 @@ def test_parameters_may_change_once_they_were_given(llm: LLM) -> None:
 @pytest.mark.parametrize("milestone", ["m1", *(pytest.param(m, marks=getattr(pytest.mark, m)) for m in ("m2", "m6"))])
 def test_a_closed_engine_says_so_and_gives_its_model_back(milestone: str) -> None:
     llm = LLM(str(tiny_checkpoint()), milestone=milestone, device="cpu", use_tqdm=False)
-    weights = weakref.ref(llm.engine.executor._worker.runner.model)  # type: ignore[attr-defined]
+    weights = weakref.ref(llm.engine.executor._worker.runner.model)
     llm.engine.add_request("cut off", "Hello", PARAMS)
     llm.engine.step()
     llm.close()
@@ -124,7 +122,7 @@ def test_transformers_shows_its_progress_when_asked_for(
 def test_dtype_is_what_was_asked_for() -> None:
     llm = LLM(str(tiny_checkpoint()), milestone="m1", dtype="bfloat16", device="cpu", use_tqdm=False)
     runner = llm.engine.executor._worker.runner
-    assert runner.model.dtype is torch.bfloat16  # type: ignore[attr-defined]
+    assert runner.model.dtype is torch.bfloat16
     assert len(llm.generate("Hello", PARAMS, use_tqdm=False)[0]["token_ids"]) == 5
 
 

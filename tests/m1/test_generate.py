@@ -1,7 +1,5 @@
 """M1's answers: those of transformers' own `generate`, the softmax's, and a seed's, whatever runs beside."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator
@@ -14,16 +12,8 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.outputs import RequestOutput
-from tests.helpers import (
-    VOCAB_SIZE,
-    assert_tokens_equal,
-    assert_varied,
-    hf_greedy,
-    hf_logits,
-    hf_model,
-    prompts,
-    tiny_checkpoint,
-)
+from tests import helpers
+from tests.helpers import assert_tokens_equal, assert_varied, hf_greedy, hf_logits, hf_model, prompts, tiny_checkpoint
 from tests.workloads import run_to_end
 
 PATH = tiny_checkpoint()
@@ -45,7 +35,7 @@ def hf() -> Iterator[LLM]:
 
 
 def run(llm: LLM, prompts: object, params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
-    return llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+    return llm.generate(prompts, params, use_tqdm=False)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -93,7 +83,7 @@ def test_draws_follow_the_models_softmax(hf: LLM) -> None:
     params = [SamplingParams(n=50, temperature=2.0, top_k=6, max_tokens=1, seed=seed) for seed in range(4)]
     drawn = torch.tensor(tokens(run(hf, [MIXED[4]] * 4, params))).flatten()
     values, ids = (hf_logits(PATH, MIXED[4])[-1] / 2.0).topk(6)
-    counts = drawn.bincount(minlength=VOCAB_SIZE)[ids].double()
+    counts = drawn.bincount(minlength=helpers.VOCAB_SIZE)[ids].double()
     assert counts.sum() == 200
     expected = values.softmax(0).double() * 200
     assert ((counts - expected).square() / expected).sum() < 20.5  # 5 degrees of freedom, p = 0.001
@@ -111,9 +101,8 @@ def test_requests_without_a_seed_draw_their_own(hf: LLM) -> None:
     outputs = tokens(run(hf, [MIXED[3]] * 3, replace(SAMPLED, seed=None)))
     assert len({tuple(o) for o in outputs}) == 3
     fresh = [LLM(str(PATH), milestone="m1", seed=5, use_tqdm=False) for _ in range(2)]
-    assert tokens(run(fresh[0], MIXED[3], replace(SAMPLED, seed=None))) == tokens(
-        run(fresh[1], MIXED[3], replace(SAMPLED, seed=None))
-    ), "the engine's seed decides what they draw"
+    one, other = (tokens(run(llm, MIXED[3], replace(SAMPLED, seed=None))) for llm in fresh)
+    assert one == other, "the engine's seed decides what they draw"
 
 
 def test_n_answers_differ_and_the_first_is_that_of_n_1(llm: LLM) -> None:
@@ -134,9 +123,8 @@ def test_logprobs_are_the_references(llm: LLM) -> None:
         assert [entry.rank for entry in row.values()] == [1, 2, 3]
         assert [e.logprob for e in row.values()] == pytest.approx([float(expected[id_]) for id_ in row], abs=1e-3)
         assert row[token].decoded_token == llm.tokenizer.decode([token])
-    assert answer.cumulative_logprob == pytest.approx(
-        sum(r[t].logprob for r, t in zip(answer.logprobs, answer.token_ids, strict=True))
-    )
+    total = sum(r[t].logprob for r, t in zip(answer.logprobs, answer.token_ids, strict=True))
+    assert answer.cumulative_logprob == pytest.approx(total)
     assert run(llm, MIXED[3], replace(GREEDY, max_tokens=1))[0].outputs[0].cumulative_logprob is None
 
 

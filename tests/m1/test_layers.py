@@ -1,7 +1,5 @@
 """RMSNorm, RotaryEmbedding, SiluAndMul and the linears against PyTorch's and transformers' own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,16 +76,13 @@ class TestRMSNorm:
             clause = "the mean and the division are done in float32"
         off = int((out != theirs(x)).sum())
         assert not off, f"{off} of {out.numel()} numbers differ from transformers' in {dtype}: {clause}"
-        assert torch.equal(with_residual, theirs(x + x)), (
-            "with a residual, the sum is what is normalised, in the same way"
-        )
+        assert torch.equal(with_residual, theirs(x + x)), "with a residual, the sum is normalised in the same way"
 
 
 def llama_config(rope: dict[str, Any] | None = None, head_dim: int = 32) -> LlamaConfig:
     parameters = {"rope_type": "default", "rope_theta": 5000.0, **(rope or {})}
-    return LlamaConfig(
-        hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=512, rope_parameters=parameters
-    )
+    sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "max_position_embeddings": 512}
+    return LlamaConfig(**sizes, rope_parameters=parameters)
 
 
 def hf_rotated(config: LlamaConfig, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
@@ -98,9 +93,7 @@ def hf_rotated(config: LlamaConfig, positions: torch.Tensor, query: torch.Tensor
 class TestRotary:
     def test_a_worked_case(self) -> None:
         """Cosines and sines are no angle's here, so that each product shows in the result."""
-        out = rotate(
-            torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.tensor([[[5.0, 7.0]]]), torch.tensor([[[10.0, 100.0]]])
-        )
+        out = rotate(torch.tensor([[[1.0, 2, 3, 4]]]), torch.tensor([[[5.0, 7.0]]]), torch.tensor([[[10.0, 100.0]]]))
         says = "the pairs are (1, 3) and (2, 4), (a, b) becomes (a cos - b sin, b cos + a sin), cos is (5, 7), sin is (10, 100)"
         worked_case("m1.2", out.flatten(), [5.0 - 30, 14.0 - 400, 15.0 + 10, 28.0 + 200], says)
 
@@ -114,10 +107,9 @@ class TestRotary:
         config = llama_config(rope, head_dim)
         query, key = torch.randn(40, 4, head_dim), torch.randn(40, 2, head_dim)
         positions = torch.cat((torch.arange(20), torch.arange(492, 512)))
-        torch.testing.assert_close(
-            rope_frequencies(config, head_dim), LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0
-        )
-        rotary = RotaryEmbedding(rope_frequencies(config, head_dim), 512, rope_amplitude(config))
+        frequencies = rope_frequencies(config, head_dim)
+        torch.testing.assert_close(frequencies, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0)
+        rotary = RotaryEmbedding(frequencies, 512, rope_amplitude(config))
         # An angle of 500 has an ulp of 3e-5. Yarn's frequencies are blended, with a rounding more, and its results longer.
         tol = 3e-4 if rope in YARNS.values() else 1e-4
         expected, given = hf_rotated(config, positions, query, key), query.clone()

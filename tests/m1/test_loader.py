@@ -1,7 +1,5 @@
 """`load_model`: every weight in its place, every mistake named, nothing twice in memory."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable
@@ -85,20 +83,14 @@ class TestPlaces:
             "model.embed_tokens.weight", f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight",
             f"{layer}.self_attn.k_norm.weight", f"{layer}.self_attn.q_norm.weight", "model.norm.weight",
         ]  # fmt: skip
-        worked_case(
-            "m1.8 others", names, sorted(expected), "embedding, norms; the tied head is the embedding once more"
-        )
+        worked_case("m1.8 others", names, sorted(expected), "embedding and norms; the tied head is the embedding")
 
     def test_a_place_knows_how_its_layer_stores_weights(self) -> None:
         model, _ = self.places("qwen3")
         method = model.model.layers[0].self_attn.qkv_proj.linear_method = type(PLAIN)()
         places = checkpoint_places(model)
-        found = [
-            places[f"model.layers.0.self_attn.{part}.weight"].linear_method for part in ("q_proj", "k_proj", "v_proj")
-        ]
-        assert all(each is method for each in found), (
-            "`Destination(view, module.linear_method)`: a quantized layer's is not the plain one"
-        )
+        found = [places[f"model.layers.0.self_attn.{p}.weight"].linear_method for p in ("q_proj", "k_proj", "v_proj")]
+        assert all(each is method for each in found), "a quantized layer's method is not the plain one"
 
     def test_a_head_of_its_own_has_a_place_and_a_tied_one_has_none(self) -> None:
         assert "lm_head.weight" in self.places("qwen3", tied=False)[1], "it is a parameter like others"
@@ -106,16 +98,10 @@ class TestPlaces:
 
     def test_biases_have_places(self) -> None:
         _, places = self.places("qwen2")
-        shapes = {
-            name.rpartition("attn.")[2]: list(place.view.shape) for name, place in places.items() if "bias" in name
-        }
+        shapes = {name.rpartition("attn.")[2]: list(p.view.shape) for name, p in places.items() if "bias" in name}
         says = "Qwen2's projections of queries, keys and values have a bias each, of as many numbers as rows"
-        worked_case(
-            "m1.8 biases",
-            sorted(shapes.items()),
-            [("k_proj.bias", [2]), ("q_proj.bias", [4]), ("v_proj.bias", [2])],
-            says,
-        )
+        biases = [("k_proj.bias", [2]), ("q_proj.bias", [4]), ("v_proj.bias", [2])]
+        worked_case("m1.8 biases", sorted(shapes.items()), biases, says)
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_what_is_written_to_a_place_is_in_the_model(self, family: str) -> None:

@@ -1,7 +1,5 @@
 """Times and counts: what TTFT, TPOT, latency and tokens/s mean, and that the engine takes them so."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Every family against its Hugging Face twin: whole prompts, prompts in pieces, token by token, ragged batches."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -19,17 +17,8 @@ from folovllm.models.files import read_json
 from folovllm.models.model_config import num_positions, windows_of
 from folovllm.models.registry import ARCHITECTURES, build_model
 from folovllm.plugins import MODELS
-from tests.helpers import (
-    FAMILIES,
-    Driver,
-    assert_as_accurate,
-    assert_logits_equal,
-    assert_tokens_equal,
-    hf_greedy,
-    hf_logits,
-    prompts,
-    tiny_checkpoint,
-)
+from tests import helpers
+from tests.helpers import Driver, assert_logits_equal, assert_tokens_equal, hf_greedy, prompts, tiny_checkpoint
 
 CASES = {  # name: family, Hq, Hkv, D, tied
     "qwen3": ("qwen3", 4, 2, 32, True),
@@ -55,7 +44,7 @@ def test_logits_equal_hugging_face(name: str) -> None:
     """More tokens than a block holds. `torch_cat` has no blocks: it takes a prompt and then single tokens."""
     path = checkpoint(name)
     (ids,) = prompts([19])
-    reference = hf_logits(path, ids)
+    reference = helpers.hf_logits(path, ids)
     driver = Driver(path, max_seqs=len(PIECES), max_len=32)
     for seq, pieces in enumerate(PIECES):
         assert_logits_equal(driver.feed(ids, pieces, seq), reference)
@@ -69,26 +58,22 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        ("llama", {"rope_parameters": LLAMA3}),
-        ("qwen3", {"rope_parameters": YARN}),
-        ("qwen3", {"rope_scaling": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6}}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),  # as trained
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("llama", {"head_dim": 64}),
-        ("qwen3", {"attention_bias": True}),
-        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-        ("mistral", {"sliding_window": 40}),  # longer than the prompt
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "overrides"), [
+    ("llama", {"rope_parameters": LLAMA3}),
+    ("qwen3", {"rope_parameters": YARN}),
+    ("qwen3", {"rope_scaling": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6}}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),  # as trained
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 64}),
+    ("qwen3", {"attention_bias": True}),
+    ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("mistral", {"sliding_window": 40}),  # longer than the prompt
+], ids=str)  # fmt: skip
 def test_what_a_config_may_change(family: str, overrides: dict[str, object]) -> None:
     path = tiny_checkpoint(family, **overrides)
     (ids,) = prompts([37])
-    assert_logits_equal(Driver(path).feed(ids, [20, 17]), hf_logits(path, ids))
+    assert_logits_equal(Driver(path).feed(ids, [20, 17]), helpers.hf_logits(path, ids))
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 96])
@@ -101,38 +86,49 @@ def test_ragged_batch_equals_each_alone(block_size: int) -> None:
     parts.append(driver.step({2: texts[2][34:]}))
     for seq, text in enumerate(texts):
         logits = torch.cat([part[seq] for part in parts if seq in part])
-        assert_logits_equal(logits, hf_logits(path, text))
+        assert_logits_equal(logits, helpers.hf_logits(path, text))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_bfloat16_is_as_accurate_as_hugging_face(family: str) -> None:
     path = tiny_checkpoint(family)
     texts = prompts([40, 40, 40])
-    truth, rival = ([hf_logits(path, text, dtype) for text in texts] for dtype in (torch.float32, torch.bfloat16))
+    truth, rival = (
+        [helpers.hf_logits(path, text, dtype) for text in texts] for dtype in (torch.float32, torch.bfloat16)
+    )
     ours = Driver(path, dtype=torch.bfloat16).step(dict(enumerate(texts)))
-    assert_as_accurate(torch.cat(list(ours.values())), torch.cat(rival), torch.cat(truth))
+    helpers.assert_as_accurate(torch.cat(list(ours.values())), torch.cat(rival), torch.cat(truth))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_on_a_gpu(family: str) -> None:
     path = tiny_checkpoint(family)
     texts = prompts([1, 37, 20])
     logits = Driver(path, device="cuda").step(dict(enumerate(texts)))
     for seq, text in enumerate(texts):
-        assert_logits_equal(logits[seq], hf_logits(path, text))
+        assert_logits_equal(logits[seq], helpers.hf_logits(path, text))
+
+
+ABSENT = object()
 
 
 class TestRegistry:
-    def test_no_architecture_at_all(self) -> None:
-        with pytest.raises(ValueError, match="none named"):
-            build_model(SimpleNamespace(architectures=None), torch.float32, "cpu")
-
-    def test_another_activation_is_refused_and_the_default_dtype_is_restored(self) -> None:
-        config = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
-        config.hidden_act = "gelu"
-        with pytest.raises(ValueError, match="hidden_act 'gelu'"):
-            build_model(config, torch.bfloat16, "cpu")
+    @pytest.mark.parametrize(("family", "change", "says"), [
+        ("llama", {"architectures": None}, "none named"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1, and must be above 0"),
+        *(
+            ("llama", {field: ABSENT}, f"config.json lacks {field}, without which there is no LlamaForCausalLM")
+            for field in ("intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings")
+        ),
+    ])  # fmt: skip
+    def test_configurations_of_no_model(self, family: str, change: dict[str, Any], says: str) -> None:
+        """The default dtype is restored."""
+        fields = AutoConfig.from_pretrained(tiny_checkpoint(family)).to_dict() | change
+        config = SimpleNamespace(**{name: value for name, value in fields.items() if value is not ABSENT})
+        with pytest.raises(ValueError, match=says):
+            build_model(config, torch.bfloat16, "meta")
         assert torch.get_default_dtype() == torch.float32
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,13 +141,6 @@ class TestRegistry:
         table = (Path(__file__).parents[2] / "docs/reference/models.md").read_text(encoding="utf-8")
         said = set(re.findall(r"\| `(\w+)` \| yes \|", table))
         assert said == {*ARCHITECTURES, *MODELS}
-
-    @pytest.mark.parametrize("field", ["intermediate_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings"])
-    def test_a_configuration_of_another_model(self, field: str) -> None:
-        fields = AutoConfig.from_pretrained(tiny_checkpoint("llama")).to_dict()
-        config = SimpleNamespace(**{name: value for name, value in fields.items() if name != field})
-        with pytest.raises(ValueError, match=f"config.json lacks {field}, without which there is no LlamaForCausalLM"):
-            build_model(config, torch.float32, "meta")
 
 
 LONGROPE = {
@@ -186,9 +175,8 @@ class TestWhatOnlyTransformersHas:
         with pytest.raises(ValueError) as caught:
             build_model(SimpleNamespace(architectures=["X"], model_type="llama"), torch.float32, "cpu")
         assert "m1" not in str(caught.value)
-        config = SimpleNamespace(
-            architectures=["LlamaForCausalLM"], model_type="llama", quantization_config={"bits": 4}
-        )
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        config = SimpleNamespace(**kind, quantization_config={"bits": 4})
         with pytest.raises(ValueError, match="quantized") as caught:
             build_model(config, torch.float32, "cpu")
         assert "m1" not in str(caught.value), "what transformers would need for it may not be installed"
@@ -263,10 +251,3 @@ class TestConfigFacts:
         assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=None, layer_types=mixed)) == [None, None]
         with pytest.raises(ValueError, match="layers of type chunked_attention are not supported"):
             windows_of(SimpleNamespace(num_hidden_layers=1, sliding_window=64, layer_types=["chunked_attention"]))
-
-
-def test_queries_are_not_scaled_by_a_root_of_less_than_zero() -> None:
-    config = AutoConfig.from_pretrained(tiny_checkpoint("gemma3_text"))
-    config.query_pre_attn_scalar = -1
-    with pytest.raises(ValueError, match="query_pre_attn_scalar is -1, and must be above 0"):
-        build_model(config, torch.float32, "meta")

@@ -1,7 +1,5 @@
 """Our layers against Hugging Face's on real models, where they are on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

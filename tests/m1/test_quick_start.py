@@ -1,7 +1,5 @@
 """The embedded models start without transformers: the same configuration, the same tokens."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -16,21 +14,15 @@ from folovllm.models.quick_start import PlainConfig, QuickTokenizer
 
 STORIES = ASSETS / "stories-5m"
 TEXTS = (
-    "",
-    "Once upon a time",
-    "  two  spaces\n\nand lines",
-    "caf\u00e9 \u2615 \U0001f600",
-    "<|im_start|>user\nHi<|im_end|>",
-    "a" * 500,
-)
+    "", "Once upon a time", "  two  spaces\n\nand lines", "caf\u00e9 \u2615 \U0001f600",
+    "<|im_start|>user\nHi<|im_end|>", "a" * 500,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["stories-5m", "stories-draft"])
 def test_the_configuration_says_what_transformers_reads(name: str) -> None:
-    plain, whole = (
-        load_hf_config(ASSETS / name, EngineConfig(model_impl="native")),
-        AutoConfig.from_pretrained(ASSETS / name),
-    )
+    plain = load_hf_config(ASSETS / name, EngineConfig(model_impl="native"))
+    whole = AutoConfig.from_pretrained(ASSETS / name)
     assert isinstance(plain, PlainConfig)
     assert all(
         getattr(whole, field) == value
@@ -48,9 +40,7 @@ def test_the_tokenizer_encodes_and_decodes_as_transformers_does() -> None:
         assert quick.encode(text) == ids
         for skip in (False, True):
             assert quick.decode(ids, skip_special_tokens=skip) == whole.decode(ids, skip_special_tokens=skip)
-    assert quick.all_special_tokens == whole.all_special_tokens, (
-        "what it does not know itself, transformers' tokenizer says"
-    )
+    assert quick.all_special_tokens == whole.all_special_tokens, "what it does not know transformers' tokenizer says"
 
 
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:
@@ -80,9 +70,7 @@ assert "transformers" not in sys.modules, "transformers takes seconds"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_transformers_says_nothing_of_a_long_text(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transformers_ignores_a_long_text(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The engine's own sentence says that it is too long."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenizer = load_tokenizer(ASSETS / "stories-5m", EngineConfig(model="stories-5m"))

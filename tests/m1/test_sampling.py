@@ -1,19 +1,12 @@
 """Noise, filters, the draw, penalties: the unit tests of a sampler that keeps no state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence
@@ -44,14 +37,11 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 class TestNoise:
-    @pytest.mark.parametrize(
-        ("counter", "key", "expected"),
-        [
-            ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-            ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-            ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-        ],
-    )
+    @pytest.mark.parametrize(("counter", "key", "expected"), [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ])  # fmt: skip
     def test_philox_gives_the_published_answers(self, counter: str, key: str, expected: str) -> None:
         """The known-answer vectors that come with Random123."""
         words = philox_4x32_10(*([torch.tensor(int(w, 16)) for w in text.split()] for text in (counter, key)))
@@ -107,17 +97,13 @@ class TestFilters:
         assert kept[0] == 50_000, "a sum of 50,000 probabilities may be rounded to more than 1: top_p = 1 is no bound"
         assert kept[1] < 50_000, "the other row has a bound"
 
-    @pytest.mark.parametrize(
-        ("apply", "values", "kept", "says"),
-        [
-            (apply_top_k_filtering, [0, -1, 99], [[0, 1, 2, 3]] * 3, "0 or less, or as many as there are: all stay"),
-            (apply_top_p_filtering, [0.75, 0.5, 1.0], [[1, 2, 3], [0], [0, 1, 2, 3]], "each row has a top_p of its own"),
-            (apply_top_p_filtering, [1e-9, 1e-9, 0.5], [[1], [0], [0, 1]], "the most likely stays; of equals the lower ids"),
-            (apply_min_p_filtering, [0.4, 0.2, 0.99], [[1, 2, 3], [0, 2], [0, 1, 2, 3]], "each row has a min_p of its own"),
-            (apply_min_p_filtering, [0.0, 1.0, 1.0], [[0, 1, 2, 3], [0], [0, 1, 2, 3]], "0 drops nothing, 1 all that is less likely than the first"),
-        ],
-        ids=["top-k off", "top-p", "top-p, ties", "min-p", "min-p, ends"],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("apply", "values", "kept", "says"), [
+        (apply_top_k_filtering, [0, -1, 99], [[0, 1, 2, 3]] * 3, "0 or less, or as many as there are: all stay"),
+        (apply_top_p_filtering, [0.75, 0.5, 1.0], [[1, 2, 3], [0], [0, 1, 2, 3]], "each row has a top_p of its own"),
+        (apply_top_p_filtering, [1e-9, 1e-9, 0.5], [[1], [0], [0, 1]], "the most likely stays; of equals the lower ids"),
+        (apply_min_p_filtering, [0.4, 0.2, 0.99], [[1, 2, 3], [0, 2], [0, 1, 2, 3]], "each row has a min_p of its own"),
+        (apply_min_p_filtering, [0.0, 1.0, 1.0], [[0, 1, 2, 3], [0], [0, 1, 2, 3]], "0 drops nothing, 1 all that is less likely than the first"),
+    ], ids=["top-k off", "top-p", "top-p, ties", "min-p", "min-p, ends"])  # fmt: skip
     def test_each_row(self, apply: Any, values: list[float], kept: list[list[int]], says: str) -> None:
         assert self.kept(apply(self.logits, torch.tensor(values))) == kept, says
 
@@ -149,16 +135,14 @@ class TestFilters:
     def test_as_transformers_does(self, seed: int, k: int, p: float, m: float) -> None:
         logits = torch.randn(3, 17, generator=torch.Generator().manual_seed(seed)) * 3
         ids = torch.zeros(3, 1, dtype=torch.long)
-        same = lambda ours, theirs: torch.equal(ours.isfinite(), theirs.isfinite())  # noqa: E731
-        assert same(apply_top_k_filtering(logits, torch.full((3,), k)), TopKLogitsWarper(k)(ids, logits)), (
-            "other tokens stay than with transformers' TopKLogitsWarper"
-        )
-        assert same(apply_top_p_filtering(logits, torch.full((3,), p)), TopPLogitsWarper(p)(ids, logits)), (
-            "other tokens stay than with transformers' TopPLogitsWarper"
-        )
-        assert same(apply_min_p_filtering(logits, torch.full((3,), m)), MinPLogitsWarper(m)(ids, logits)), (
-            "other tokens stay than with transformers' MinPLogitsWarper"
-        )
+        for ours, theirs, value in (
+            (apply_top_k_filtering, TopKLogitsWarper, k),
+            (apply_top_p_filtering, TopPLogitsWarper, p),
+            (apply_min_p_filtering, MinPLogitsWarper, m),
+        ):
+            found, expected = ours(logits, torch.full((3,), value)), theirs(value)(ids, logits)
+            says = f"other tokens stay than with transformers' {theirs.__name__}"
+            assert torch.equal(found.isfinite(), expected.isfinite()), says
 
 
 class TestDraw:
@@ -213,9 +197,7 @@ class TestDraw:
         logits = torch.tensor([0.3, 0.0, -1.0, 1.0])
         counts = Sampler().sample_filtered(logits.expand(20_000, -1), batch).bincount(minlength=4)
         distance = chi_square(counts.double(), logits.softmax(0).double())
-        assert distance < 16.3, (
-            "the draws of one seed along its positions are not distributed as softmax(logits)"
-        )  # 3 degrees
+        assert distance < 16.3, "the draws of one seed are not distributed as softmax(logits)"  # 3 degrees
 
     @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
     def test_the_noise_is_that_of_seed_and_position(self, temperature: float) -> None:
@@ -223,9 +205,7 @@ class TestDraw:
         batch = rows(64, temperature, position=9)
         expected = (logits + gumbel(batch.seeds, batch.positions, 100)).argmax(-1)
         drawn = Sampler().sample_filtered(logits, batch)
-        assert torch.equal(drawn, expected), (
-            "argmax(logits + gumbel(seeds, positions, V)); the temperature is in the logits"
-        )
+        assert torch.equal(drawn, expected), "argmax(logits + gumbel(...)); the temperature is in the logits"
 
     def test_greedy_and_drawing_rows_in_one_batch(self) -> None:
         logits = torch.randn(200, 10, generator=torch.Generator().manual_seed(0))
@@ -305,7 +285,7 @@ class TestPenalties:
     def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
         logits = torch.ones(3, 5)
         asked = [{}, {"presence_penalty": 2.0}, {"allowed_token_ids": [3]}]
-        seqs = [sequence(SamplingParams(**fields), [0], [2]) for fields in asked]  # type: ignore[arg-type]
+        seqs = [sequence(SamplingParams(**fields), [0], [2]) for fields in asked]
         out = penalized(logits, *seqs)
         assert out[0].tolist() == [1] * 5 and out[1, 2] == -1 and logits.eq(1).all()
         assert out[2].isfinite().tolist() == [False, False, False, True, False]

@@ -1,7 +1,5 @@
 """m1.6: when an answer is over; then the same through the engine, with text that streams."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -38,8 +36,8 @@ class Text:
 
 
 def sequence(answer: list[int], max_tokens: int = 9, found: str | None = None, **params: object) -> Sequence:
-    request = Request("r", [5, 6, 1], SamplingParams(**params), max_tokens, 0, EOS)  # type: ignore[arg-type]
-    seq = Sequence(request, Text(found))  # type: ignore[arg-type]
+    request = Request("r", [5, 6, 1], SamplingParams(**params), max_tokens, 0, EOS)
+    seq = Sequence(request, Text(found))
     for token in answer:
         seq.append_token(token)
     return seq
@@ -62,33 +60,28 @@ class TestCheckStopConditions:
         for name, seq in cases.items():
             status = check_stop_conditions(seq)
             got[name] = status and [status.value, seq.stop_reason]
-        got["is it skipped for good?"] = early.detokenizer.skips == 1  # type: ignore[attr-defined]
+        got["is it skipped for good?"] = early.detokenizer.skips == 1
         answers = [None, ["stop", None], ["stop", None], None, ["length", None], ["stop", 8], None, True]
         says = "for each answer None (go on), or how it ended and its stop_reason"
         worked_case("m1.6", got, dict(zip(got, answers, strict=True)), says)
 
-    @pytest.mark.parametrize(
-        ("answer", "fields", "ends", "reason", "says"),
-        [
-            ([7, 1], {}, STOPPED, None, "an end-of-text id ends the answer; a stop_reason is for what the request asked for"),
-            ([7, 2], {}, STOPPED, None, "each of the model's end-of-text ids ends the answer"),
-            ([1, 7], {}, None, None, "only the newest token counts, not those before it nor the prompt's"),
-            ([7, 1], {"ignore_eos": True}, None, None, "ignore_eos: the model's end-of-text ids are tokens like others"),
-            ([7, 8], {"stop_token_ids": [4, 8]}, STOPPED, 8, "a token of stop_token_ids ends the answer and is its stop_reason"),
-            ([7, 0], {"stop_token_ids": [0]}, STOPPED, 0, "token 0 is a token like others, and a stop_reason"),
-            ([1], {"stop_token_ids": [1], "ignore_eos": True}, STOPPED, 1, "ignore_eos does not speak of what the request names"),
-            ([7, 7], {"max_tokens": 3}, None, None, "2 of 3 tokens: go on"),
-            ([7, 7, 7], {"max_tokens": 3}, LENGTH, None, "3 of 3 tokens: the length ends it"),
-            ([7, 7, 1], {"min_tokens": 3}, STOPPED, None, "with min_tokens generated, this one included, the other rules apply"),
-        ],
-        ids=str,
-    )  # fmt: skip
+    @pytest.mark.parametrize(("answer", "fields", "ends", "reason", "says"), [
+        ([7, 1], {}, STOPPED, None, "an end-of-text id ends the answer; a stop_reason is for what the request asked for"),
+        ([7, 2], {}, STOPPED, None, "each of the model's end-of-text ids ends the answer"),
+        ([1, 7], {}, None, None, "only the newest token counts, not those before it nor the prompt's"),
+        ([7, 1], {"ignore_eos": True}, None, None, "ignore_eos: the model's end-of-text ids are tokens like others"),
+        ([7, 8], {"stop_token_ids": [4, 8]}, STOPPED, 8, "a token of stop_token_ids ends the answer and is its stop_reason"),
+        ([7, 0], {"stop_token_ids": [0]}, STOPPED, 0, "token 0 is a token like others, and a stop_reason"),
+        ([1], {"stop_token_ids": [1], "ignore_eos": True}, STOPPED, 1, "ignore_eos does not speak of what the request names"),
+        ([7, 7], {"max_tokens": 3}, None, None, "2 of 3 tokens: go on"),
+        ([7, 7, 7], {"max_tokens": 3}, LENGTH, None, "3 of 3 tokens: the length ends it"),
+        ([7, 7, 1], {"min_tokens": 3}, STOPPED, None, "with min_tokens generated, this one included, the other rules apply"),
+    ], ids=str)  # fmt: skip
     def test_when_it_ends(self, answer: list[int], fields: Any, ends: Any, reason: int | None, says: str) -> None:
         seq = sequence(answer, **fields)
         assert check_stop_conditions(seq) is ends, says
-        assert seq.stop_reason == reason and type(seq.stop_reason) in (int, type(None)), (
-            f"stop_reason is {reason}, Python's own, whatever the array holds: {says}"
-        )
+        says = f"stop_reason is {reason}, Python's own, whatever the array holds: {says}"
+        assert seq.stop_reason == reason and type(seq.stop_reason) in (int, type(None)), says
 
     def test_max_tokens_is_the_sequences_own(self) -> None:
         """A context that is nearly full allows fewer tokens than the request asked for."""
@@ -99,49 +92,44 @@ class TestCheckStopConditions:
     @pytest.mark.parametrize("include", [False, True])
     def test_stop_strings(self, include: bool) -> None:
         seq = sequence([7], found="x", stop=["x", "y"], include_stop_str_in_output=include)
-        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == "x", (
-            "the string that the detokenizer found ends the answer and is its stop_reason"
-        )
-        assert seq.detokenizer.searches == [(["x", "y"], include)], (  # type: ignore[attr-defined]
-            "find_stop was to be asked once, with the request's strings and its include_stop_str_in_output"
-        )
+        says = "the string that the detokenizer found ends the answer and is its stop_reason"
+        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == "x", says
+        says = "find_stop was to be asked once, with the request's strings and its include_stop_str_in_output"
+        assert seq.detokenizer.searches == [(["x", "y"], include)], says
 
     @pytest.mark.parametrize(("token", "why"), [(1, None), (8, 8)])
     def test_a_token_that_ends_it_comes_before_the_text(self, token: int, why: int | None) -> None:
         seq = sequence([7, token], found="x", stop=["x"], stop_token_ids=[8])
         assert check_stop_conditions(seq) is STOPPED, "the token ends the answer"
         assert seq.stop_reason == why, "rules 2 and 3 come before 4: it was the token, and the text is not cut"
-        assert seq.detokenizer.searches == [], "decoding costs time"  # type: ignore[attr-defined]
+        assert seq.detokenizer.searches == [], "decoding costs time"
 
     def test_no_stop_strings_no_text(self) -> None:
         seq = sequence([7], found="x")
         assert check_stop_conditions(seq) is None, "no stop strings, no search"
-        assert seq.detokenizer.searches == [], "decoding costs time"  # type: ignore[attr-defined]
+        assert seq.detokenizer.searches == [], "decoding costs time"
 
     def test_min_tokens_forbids_all_but_length(self) -> None:
         for answer, more in (([7, 1], {}), ([7, 8], {"stop_token_ids": [8]}), ([7, 8], {"stop": ["x"]})):
             seq = sequence(answer, found="x", min_tokens=3, **more)
             assert check_stop_conditions(seq) is None, "before min_tokens nothing but the length ends an answer"
             assert seq.stop_reason is None, "nothing ended, so there is no reason"
-        assert check_stop_conditions(sequence([7, 7], max_tokens=2, min_tokens=3)) is LENGTH, (
-            "the length ends it even before min_tokens"
-        )
+        assert check_stop_conditions(sequence([7, 7], max_tokens=2, min_tokens=3)) is LENGTH, "even before min_tokens"
 
     def test_an_early_stop_string_is_skipped_for_good(self) -> None:
         seq = sequence([7], found="x", stop=["x"], min_tokens=2)
         assert check_stop_conditions(seq) is None, "before min_tokens no stop string ends the answer"
-        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches, (  # type: ignore[attr-defined]
-            "skip_search was to be called once and find_stop not at all"
-        )
+        says = "skip_search was to be called once and find_stop not at all"
+        assert seq.detokenizer.skips == 1 and not seq.detokenizer.searches, says
         assert check_stop_conditions(late := sequence([7, 7], found="x", stop=["x"], min_tokens=2)) is STOPPED, (
             "min_tokens is reached: the string is searched"
         )
-        assert late.detokenizer.skips == 0, "min_tokens is reached: nothing is skipped any more"  # type: ignore[attr-defined]
+        assert late.detokenizer.skips == 0, "min_tokens is reached: nothing is skipped any more"
 
     def test_no_text_for_min_tokens_alone(self) -> None:
         seq = sequence([7], min_tokens=2)
         assert check_stop_conditions(seq) is None, "before min_tokens: go on"
-        assert seq.detokenizer.skips == 0, "decoding costs time"  # type: ignore[attr-defined]
+        assert seq.detokenizer.skips == 0, "decoding costs time"
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -168,7 +156,7 @@ class TestStopsInTheEngine:
     @pytest.mark.parametrize("include", [False, True])
     def test_a_stop_string_over_several_tokens(self, llm: LLM, plain: RequestOutput, include: bool) -> None:
         text = plain["text"]
-        stop = re.search(r"[\x20-\x7e]{3}", text).group()  # type: ignore[union-attr]
+        stop = re.search(r"[\x20-\x7e]{3}", text).group()
         outputs = stream(llm, replace(GREEDY, stop=[stop], include_stop_str_in_output=include))
         last = outputs[-1].outputs[0]
         at = text.index(stop)
@@ -180,7 +168,7 @@ class TestStopsInTheEngine:
     def test_text_that_may_begin_a_stop_string_is_held_back(self, llm: LLM, plain: RequestOutput) -> None:
         """No text is shown that a stop string could take back, from the first token on."""
         for length in (2, 5, 9):
-            end = re.search(rf"[^\ufffd]{{{length}}}", plain["text"]).group()  # type: ignore[union-attr]
+            end = re.search(rf"[^\ufffd]{{{length}}}", plain["text"]).group()
             shown = ""
             for output in stream(llm, replace(GREEDY, stop=[end])):
                 shown += output.outputs[0].delta_text
@@ -221,7 +209,7 @@ class TestStopsInTheEngine:
             assert answer.text == llm.tokenizer.decode(ids, skip_special_tokens=True)
 
     def test_min_tokens_skips_early_stop_strings(self, llm: LLM, plain: RequestOutput) -> None:
-        stop = re.search(r"[\x20-\x7e]{2}", plain["text"]).group()  # type: ignore[union-attr]
+        stop = re.search(r"[\x20-\x7e]{2}", plain["text"]).group()
         out = llm.generate(PROMPT, replace(GREEDY, stop=[stop], min_tokens=40), use_tqdm=False)[0].outputs[0]
         assert out.text == plain["text"] and out.finish_reason == "length"
 

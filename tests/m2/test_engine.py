@@ -1,7 +1,5 @@
 """The engine around the batch: requests come, stream, fail, are aborted and leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
@@ -13,13 +11,12 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from folovllm import LLM, BeamSearchParams, SamplingParams
-from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.long_prompts import encode_within
 from folovllm.outputs import RequestOutput
 from folovllm.request import child_seed
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput
 from tests.helpers import prompts, tiny_checkpoint
-from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, make_engine, run_to_end
+from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, finish, make_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -28,11 +25,6 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 @pytest.fixture(scope="module")
 def model() -> Path:
     return tiny_checkpoint()
-
-
-def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
-    """Step until nothing is left; the last word on each request."""
-    return {output.request_id: output for output in run_to_end(engine)}
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +110,8 @@ class TestAborts:
         engine.step()
         assert (engine.stats().running, engine.stats().waiting) == (2, 0)
         rest = finish(engine)
-        assert {name: rest[name].outputs[0].token_ids for name in "bc"} == {
-            name: alone(llm, requests[name], GREEDY) for name in "bc"
-        }
+        for name in "bc":
+            assert rest[name].outputs[0].token_ids == alone(llm, requests[name], GREEDY)
         assert_nothing_left(engine)
 
     def test_some_of_n_have_finished(self, model: Path) -> None:
@@ -204,9 +195,8 @@ class TestOneCallAtATime:
                 pool.submit(self.CALLS[name], llm).result()
             refused.append(str(error.value))
 
-        assert [o["token_ids"] for o in llm.generate(["a", "b"], GREEDY, on_answer=beside)] == [
-            o["token_ids"] for o in alone
-        ]
+        answers = llm.generate(["a", "b"], GREEDY, on_answer=beside)
+        assert [o["token_ids"] for o in answers] == [o["token_ids"] for o in alone]
         assert len(refused) == 2 and all("one call at a time" in said for said in refused)
         assert_nothing_left(llm.engine)
 
@@ -253,14 +243,11 @@ def test_a_budget_too_small_for_the_longest_prompt(model: Path) -> None:
         make_engine(model, max_num_batched_tokens=MAX_MODEL_LEN - 1)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"milestone": "m2"},
-        pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
-        pytest.param({"milestone": "m6", "async_scheduling": False}, marks=pytest.mark.m6),
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"milestone": "m2"},
+    pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
+    pytest.param({"milestone": "m6", "async_scheduling": False}, marks=pytest.mark.m6),
+])  # fmt: skip
 def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An error, not a loop without end."""
     engine = make_engine(model, **fields)

@@ -66,9 +66,7 @@ class TestFlatten:
         second = later(item(6, 4, 1, slot=0, row=1))._replace(new_blocks=(8,), first_new_block=2)
         assert flatten([second], batch).slot_mapping.tolist() == [16], "token 4 begins the third block of the table, 8"
         third = later(item(6, 5, 1, slot=0, row=1))
-        assert flatten([third], batch).slot_mapping.tolist() == [17], (
-            "token 5 is in block 8, too: the share brings none"
-        )
+        assert flatten([third], batch).slot_mapping.tolist() == [17], "token 5 is in block 8 too: the share brings none"
 
     def test_the_cache_says_where(self) -> None:
         """The slots are the manager's business: another one lays them out otherwise."""
@@ -114,10 +112,9 @@ def test_a_new_owner_of_a_row_begins_a_table_of_its_own() -> None:
         assert batch.build([item(3, 0, 3, slot, row=0)]).block_tables.tolist() == [[slot]]
 
 
-@pytest.mark.parametrize(
-    ("items", "decodes"),
-    [([(5, 4, 1)], 1), ([(5, 0, 5)], 0), ([(5, 0, 5), (5, 0, 1)], 0), ([(5, 4, 1), (5, 0, 5), (5, 0, 1)], 1)],
-)
+@pytest.mark.parametrize(("items", "decodes"), [
+    ([(5, 4, 1)], 1), ([(5, 0, 5)], 0), ([(5, 0, 5), (5, 0, 1)], 0), ([(5, 4, 1), (5, 0, 5), (5, 0, 1)], 1),
+])  # fmt: skip
 def test_how_many_decode(items: list[tuple[int, int, int]], decodes: int) -> None:
     got = BATCH.build([item(*piece, slot=0) for piece in items]).num_decodes
     assert got == decodes, "only those in front: backends take the first `num_decodes` sequences for one token each"

@@ -1,7 +1,5 @@
 """Whatever arrives, in whatever order: budgets hold, slots have one owner, nobody starves, everybody ends once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +24,10 @@ class User:
     gives_up: int | None
 
 
-users = st.lists(
-    st.builds(
-        User,
-        at=st.integers(0, 20),
-        prompt=st.integers(1, 8),
-        answer=st.integers(1, LONGEST - 8),
-        priority=st.integers(0, 2),
-        gives_up=st.none() | st.integers(0, 10),
-    ),
-    max_size=12,
-)
+users = st.lists(st.builds(
+    User, at=st.integers(0, 20), prompt=st.integers(1, 8), answer=st.integers(1, LONGEST - 8), priority=st.integers(0, 2),
+    gives_up=st.none() | st.integers(0, 10),
+), max_size=12)  # fmt: skip
 
 
 class World(Bench):
@@ -59,9 +50,7 @@ class World(Bench):
 
 @settings(max_examples=80)
 @given(users, st.integers(1, 5), st.integers(1, 5), st.integers(LONGEST, 3 * LONGEST), st.booleans())
-def test_everybody_is_served_once(
-    wanted: list[User], max_num_seqs: int, slots: int, budget: int, by_priority: bool
-) -> None:
+def test_all_are_served_once(wanted: list[User], max_num_seqs: int, slots: int, budget: int, by_priority: bool) -> None:
     def scheduler(*given: Any) -> Scheduler:
         return Scheduler(*given, wait, by_priority)
 

@@ -1,7 +1,5 @@
 """Exercises m2.2 and m2.3: who takes part in a step, and what becomes of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -106,9 +104,7 @@ class TestSchedule:
             ["part", "old", "a", "b"],
             {"old": "running", "part": "running", "a": "waiting", "b": "waiting"},
         ]
-        says = (
-            "12 - 1 - 4 - 2 - 3 = 2 tokens are left, long needs 6: it waits with nothing in its hands, short behind it"
-        )
+        says = "12 - 1 - 4 - 2 - 3 = 2 tokens are left, long needs 6: it waits, and short waits behind it"
         worked_case("m2.2", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_worked_case_without_room(self) -> None:
@@ -201,9 +197,8 @@ class TestSchedule:
         scheduler = make_scheduler(cache, max_num_batched_tokens=5)
         queue(scheduler, make_seq(9, name="a"))
         assert decide(scheduler) == [("a", 4, 5)], "4 of its 9 tokens are cached; the other 5 are its share"
-        assert cache.calls == [("get_computed_blocks", "a"), ("allocate_slots", "a")], (
-            "`_admit` asks for what is cached and for room, once"
-        )
+        says = "`_admit` asks for what is cached and for room, once"
+        assert cache.calls == [("get_computed_blocks", "a"), ("allocate_slots", "a")], says
 
     @pytest.mark.parametrize("short_of", ["budget", "cache"])
     def test_who_has_to_wait_gives_back_what_it_matched(self, short_of: str) -> None:
@@ -224,12 +219,8 @@ class TestSchedule:
             ([("a", 6, 1), ("b", 4, 3)], [1, 1]),
         ):
             output = scheduler.schedule()
-            assert scheduled_seqs(scheduler, output) == expected, (
-                "at most 3 of each and 5 in all, as `_tokens_of_step` says"
-            )
-            assert [scheduled.num_samples for scheduled in output.scheduled_seqs] == draws, (
-                "only a share that reaches the last token draws"
-            )
+            assert scheduled_seqs(scheduler, output) == expected, "at most 3 of each and 5 in all"
+            assert [scheduled.num_samples for scheduled in output.scheduled_seqs] == draws, "the last share alone draws"
 
     def test_no_room_for_one_that_runs(self) -> None:
         """With `wait` it is left out of this step, and stays."""
@@ -248,7 +239,7 @@ class TestSchedule:
         assert scheduled_seqs(scheduler, output) == [("a", 3, 1)], "v has no part in the step any more"
         assert output.preempted == (v.seq_id,) and output.num_tokens == 1, "its tokens are not computed"
         assert (v.status, v.num_computed_tokens) == (SequenceStatus.WAITING, 0), "v waits, with nothing computed"
-        assert list(scheduler.kv.held) == [a], "v holds no cache"  # type: ignore[attr-defined]
+        assert list(scheduler.kv.held) == [a], "v holds no cache"
         assert decide(scheduler) == [("a", 4, 2), ("v", 0, 2)], "its 3 tokens and its place are given to the next step"
 
     def test_after_a_preemption_nobody_is_admitted(self) -> None:
@@ -263,9 +254,7 @@ class TestSchedule:
         *_, c = (run(scheduler, name, 5, 4) for name in "abc")
         queue(scheduler, make_seq(1, name="urgent", priority=-1))  # fits into what is left, and waits all the same
         output = scheduler.schedule()
-        assert scheduled_seqs(scheduler, output) == [("a", 4, 1), ("b", 4, 1)], (
-            "c gives way to a; there is room for b, too"
-        )
+        assert scheduled_seqs(scheduler, output) == [("a", 4, 1), ("b", 4, 1)], "c gives way, and b has room"
         assert output.preempted == (c.seq_id,), "one victim is enough"
         assert asked == [["a", "b", "c"]], "anybody who runs may give way, whether it has a share already or not"
         assert names(scheduler.waiting) == ["urgent", "c"], "nobody comes in, not even who is more urgent"
@@ -310,15 +299,13 @@ class TestPostprocess:
         scheduler = make_scheduler()
         a, b = run(scheduler, "a", 4, 3), run(scheduler, "b", 4, 3)
         outputs = scheduler.postprocess([(a, [71, 72]), (b, [73, EOS, 74])])
-        assert said(outputs) == [("a", [71, 72], None), ("b", [73, EOS], "stop")], (
-            "each sequence once, with all tokens that joined its answer and no other"
-        )
+        says = "each sequence once, with all tokens that joined its answer and no other"
+        assert said(outputs) == [("a", [71, 72], None), ("b", [73, EOS], "stop")], says
         assert names(scheduler.running) == ["a"], "b ended in the middle of its list"
         assert a.output_token_ids.tolist() == [71, 72], "all of a list belongs to the answer, in its order"
         assert b.output_token_ids.tolist() == [73, EOS], "what follows the end of an answer is no part of it"
-        assert b.detokenizer.token_ids == [73, EOS], (
-            "the detokenizer gets each token before the question whether it ends the answer, and none behind the end"
-        )
+        says = "the detokenizer gets each token before the question whether it ends the answer, and none behind the end"
+        assert b.detokenizer.token_ids == [73, EOS], says
 
     def test_token_0_is_a_token(self) -> None:
         scheduler = make_scheduler()
@@ -338,9 +325,8 @@ class TestPostprocess:
         stops, goes_on, full = (run(scheduler, n, 4, 3, max_tokens=m) for n, m in (("s", 9), ("g", 9), ("f", 1)))
         cache.calls.clear()
         outputs = scheduler.postprocess([(stops, [EOS]), (goes_on, [71]), (full, [72])])
-        assert said(outputs) == [("s", [EOS], "stop"), ("g", [71], None), ("f", [72], "length")], (
-            "who ends got a token, too, and is returned with the status of its end"
-        )
+        says = "who ends got a token, too, and is returned with the status of its end"
+        assert said(outputs) == [("s", [EOS], "stop"), ("g", [71], None), ("f", [72], "length")], says
         assert stops.status is SequenceStatus.FINISHED_STOPPED, "it drew its EOS"
         assert full.status is SequenceStatus.FINISHED_LENGTH, "it may have one token, and has it"
         assert goes_on.status is SequenceStatus.RUNNING and names(scheduler.running) == ["g"], "only g runs on"

@@ -42,9 +42,7 @@ class TestTransitions:
         seq.requeue()
         got = {"status": seq.status.value, "tokens": seq.token_ids, "computed tokens": seq.num_computed_tokens}
         expected = {"status": "waiting", "tokens": [10, 11, 12, 7], "computed tokens": 0}
-        worked_case(
-            "m2.1 requeue", got, expected, "its K/V is gone, its tokens stay: all four are to be computed again"
-        )
+        worked_case("m2.1 requeue", got, expected, "its K/V is gone, its tokens stay: all are to be computed again")
 
     def test_a_worked_case_of_finish(self) -> None:
         seq, got = make_seq(), []
@@ -61,16 +59,10 @@ class TestTransitions:
         seq.block_table.append(4)
         seq.requeue()
         assert seq.status is WAITING, "it waits again"
-        assert seq.block_table == [4], (
-            "the cache takes its blocks back by this list: emptied here, they belong to nobody"
-        )
-        assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (0, 4), (
-            "nothing of it is in the cache: all four tokens are to be computed"
-        )
+        assert seq.block_table == [4], "the cache takes its blocks back by this list: emptied here, they are nobody's"
+        assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (0, 4), "all four tokens are to be computed"
         assert seq.token_ids.tolist() == [10, 11, 12, 7], "prompt and answer stay as they are"
-        assert (seq.num_output_tokens, seq.output_token_ids.tolist()) == (1, [7]), (
-            "the one token of its answer is still there"
-        )
+        assert (seq.num_output_tokens, seq.output_token_ids.tolist()) == (1, [7]), "its answer's token is still there"
 
     @pytest.mark.parametrize("status", SequenceStatus)
     @pytest.mark.parametrize("to", SequenceStatus)
@@ -130,4 +122,4 @@ def test_answers_share_their_request() -> None:
     assert first.num_unscored_tokens == 1
     assert make_seq(4).num_unscored_tokens == 0, "nobody asked for any"
     with pytest.raises(AttributeError):
-        first.request.seed = 1  # type: ignore[misc]
+        first.request.seed = 1

@@ -27,9 +27,7 @@ class TestReserve:
         slots.allocate_slots(first, 3)
         slots.free(first)
         assert first.block_table == [] and slots.num_free == 1, "the block came back"
-        assert slots.allocate_slots(second, 3) and second.block_table == [0], (
-            "the next one gets the block that came back"
-        )
+        assert slots.allocate_slots(second, 3) and second.block_table == [0], "the next one gets the freed block"
         slots.free(first)  # holds nothing: nothing comes back
         assert slots.num_free == 0, "a sequence without a block has nothing to give back"
 
@@ -40,13 +38,9 @@ def test_no_slot_is_lost_or_owned_twice(steps: list[tuple[bool, int]]) -> None:
     for takes, i in steps:
         had, free = list(seqs[i].block_table), slots.num_free
         if takes:
-            assert slots.allocate_slots(seqs[i], 1) is bool(had or free), (
-                "True exactly if it had a block or one was free"
-            )
+            assert slots.allocate_slots(seqs[i], 1) is bool(had or free), "True if it had a block or one was free"
         else:
             slots.free(seqs[i])
         owned = [slot for seq in seqs for slot in seq.block_table]
         assert len(owned) == len(set(owned)) == 3 - slots.num_free, "a block is free or has one owner"
-        assert set(owned) <= {0, 1, 2} and all(len(seq.block_table) <= 1 for seq in seqs), (
-            "a sequence has one of the blocks that there are, or none"
-        )
+        assert set(owned) <= {0, 1, 2} and all(len(seq.block_table) <= 1 for seq in seqs), "one of the blocks, or none"

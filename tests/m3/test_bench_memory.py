@@ -1,7 +1,5 @@
 """The comparison of blocks and slots counts what it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +36,7 @@ def test_blocks_hold_more_sequences_in_the_same_bytes() -> None:
 
 
 @pytest.mark.parametrize(("flag", "names"), [("", ["m2", "m3"]), (" --milestone m3", ["m3"])])
-def test_the_command_prints_a_column_a_preset(
-    flag: str, names: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_column_a_preset(flag: str, names: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = f"--model {tiny_checkpoint()} --requests 4 --slots 2 --max-model-len 64 --save {tmp_path}/r.json{flag}"
     with pytest.raises(SystemExit) as exit:
         main(["bench", "memory", *flags.split()])

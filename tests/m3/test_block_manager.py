@@ -1,7 +1,5 @@
 """The block manager, a method at a time: tables, slots, growth, and blocks that come back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,27 +7,8 @@ from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.request import Sequence
-from tests.sequences import make_seq
+from tests.sequences import free_ids, holding, make_seq
 from tests.tiny import worked_case
-
-
-def holding(kv: BlockManager, *block_ids: int, computed: int = 0, tokens: int = 1) -> Sequence:
-    """A running sequence whose table names these blocks; they leave the free list, or gain one more holder."""
-    seq = make_seq(max(computed, tokens))
-    seq.start()
-    seq.num_computed_tokens = computed
-    for block_id in block_ids:
-        block = kv.blocks[block_id]
-        if block.ref_count == 0:
-            kv._free.remove(block)
-        block.ref_count += 1
-    seq.block_table = list(block_ids)
-    return seq
-
-
-def free_ids(kv: BlockManager) -> list[int]:
-    """The free list from left to right, by taking all of it."""
-    return [kv._free.popleft().block_id for _ in range(kv.num_free)]
 
 
 class TestSlots:
@@ -39,15 +18,11 @@ class TestSlots:
         says = "tokens 2 to 5 of the table [5, 1], four places a block: 5 * 4 + 2, 5 * 4 + 3, then 1 * 4 + 0, 1 * 4 + 1"
         slots = BlockManager.slots([5, 1], 4, 2, 6)
         worked_case("m3.1", slots, [22, 23, 4, 5], f"from 2 up to 6, which is not one of them: {says}")
-        assert isinstance(slots, np.ndarray), (
-            f"the slots are right, and a numpy array is asked for, not a {type(slots).__name__}"
-        )
+        assert isinstance(slots, np.ndarray), f"the slots are right, but no numpy array: a {type(slots).__name__}"
 
     def test_integers_for_torch(self) -> None:
         slots = BlockManager.slots([1, 0], 4, 2, 7)
-        assert isinstance(slots, np.ndarray) and slots.dtype == np.int64, (
-            "an array of int64: torch takes it as an index"
-        )
+        assert isinstance(slots, np.ndarray) and slots.dtype == np.int64, "int64 in an array: torch takes it as index"
 
     def test_places_beyond_32_bits(self) -> None:
         slots = BlockManager.slots([2**28], 16, 3, 5)
@@ -57,10 +32,9 @@ class TestSlots:
     def test_every_token_has_a_place_of_its_own(self, table: list[int], block_size: int, data: st.DataObject) -> None:
         start = data.draw(st.integers(0, 9 * block_size - 1))
         end = data.draw(st.integers(start + 1, 9 * block_size))
-        slots = BlockManager.slots(table, block_size, start, end)
-        assert [(s // block_size, s % block_size) for s in slots.tolist()] == [
-            (table[p // block_size], p % block_size) for p in range(start, end)
-        ], "each token lies in its own block, at its own offset"
+        slots = [divmod(s, block_size) for s in BlockManager.slots(table, block_size, start, end).tolist()]
+        expected = [(table[p // block_size], p % block_size) for p in range(start, end)]
+        assert slots == expected, "each token lies in its own block, at its own offset"
 
 
 class TestAllocate:
@@ -94,9 +68,7 @@ class TestAllocate:
             kv = BlockManager(8, 4)
             seq = holding(kv, 6, 2, computed=6)
             kv.allocate(seq, new)
-            assert seq.block_table == table, (
-                f"6 tokens and {new} more: the first two go to places that block 2 has left"
-            )
+            assert seq.block_table == table, f"6 tokens and {new} more: the first two go to places left in block 2"
 
     def test_tokens_of_later_steps_take_no_block(self) -> None:
         """A prompt that is computed in chunks."""
@@ -130,9 +102,7 @@ class TestMayAppend:
         kv = BlockManager(8, 4)
         seq = holding(kv, 2, computed=2, tokens=20)
         kv.may_append(seq, 4)
-        assert seq.block_table == [2, 0], (
-            f"2 of 20 tokens are computed and 4 more come: two blocks, not {seq.block_table}"
-        )
+        assert seq.block_table == [2, 0], f"2 tokens are computed and 4 more come: two blocks, not {seq.block_table}"
 
     def grow(self, kv: BlockManager, seq: Sequence, tokens: int = 1) -> None:
         kv.may_append(seq, tokens)
@@ -151,9 +121,7 @@ class TestMayAppend:
         seq = holding(kv, 0, computed=1)
         for tokens in range(2, 41):
             self.grow(kv, seq)
-            assert len(seq.block_table) == -(-tokens // block_size), (
-                "as many blocks as the tokens fill, rounded up, after every step"
-            )
+            assert len(seq.block_table) == -(-tokens // block_size), "as many blocks as the tokens fill, rounded up"
 
 
 class TestDeallocate:

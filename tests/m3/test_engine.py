@@ -1,21 +1,11 @@
 """Blocks of any size and pools of any size give M1's answers; with one block a sequence, M2's waste as well."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
 
 from tests.helpers import tiny_checkpoint
-from tests.workloads import (
-    AT_ONCE,
-    RANDOM_STEPS,
-    RUNS,
-    check_runs,
-    make_engine,
-    serve,
-    workload,
-)
+from tests.workloads import AT_ONCE, RANDOM_STEPS, RUNS, check_runs, make_engine, serve, workload
 
 LONGEST = 84  # tokens of the longest request of the workloads: 60 of prompt, 24 of answer
 
@@ -52,7 +42,6 @@ def test_other_families_and_backends() -> None:
     for family in ("llama", "qwen2", "mistral"):
         expected = workload("greedy", count=4, family=family)
         for backend in ("torch_paged", "torch_naive"):
-            engine = make_engine(
-                expected.model, milestone="m3", block_size=4, max_num_seqs=4, attention_backend=backend
-            )
+            fields = {"block_size": 4, "max_num_seqs": 4, "attention_backend": backend}
+            engine = make_engine(expected.model, milestone="m3", **fields)
             expected.check(serve(engine, expected.requests))

@@ -1,7 +1,5 @@
 """The free list against Python's own, and its price."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """m3.5: blocks back into token order, and the backend that does so."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -61,9 +59,7 @@ class TestGatherBlocks:
     def test_the_dtype_is_the_caches(self, dtype: torch.dtype) -> None:
         kv_cache, key, value = stored([2, 1], 4, 6, 3)
         got = gather_blocks(kv_cache.to(dtype), torch.tensor([2, 1], dtype=torch.int32), 6)
-        assert [x.dtype for x in got] == [dtype] * 2, (
-            "K and V as they are in the cache: wider ones take twice the memory"
-        )
+        assert [x.dtype for x in got] == [dtype] * 2, "the dtype of the cache: wider ones take twice the memory"
         assert torch.equal(got[0], key.to(dtype)) and torch.equal(got[1], value.to(dtype)), "and with the same numbers"
 
     @pytest.mark.parametrize("seq_len", [6, 8])
@@ -73,9 +69,7 @@ class TestGatherBlocks:
         table, got = torch.tensor([2, 1, 10**6, -7], dtype=torch.int32), None
         with contextlib.suppress(IndexError):
             got = gather_blocks(kv_cache, table, seq_len)[0]
-        says = (
-            f"{seq_len} tokens in blocks of 4: the first two entries of the table mean something, and no other is read"
-        )
+        says = f"{seq_len} tokens in blocks of 4: the first two entries of the table count, and no other is read"
         assert got is not None and torch.equal(got, key), says
 
     def test_the_cache_stays_as_it_is(self) -> None:

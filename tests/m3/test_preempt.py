@@ -1,7 +1,5 @@
 """m3.6: who gives way when no block is free, and what it keeps."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
@@ -35,7 +33,7 @@ class TestPreempt:
             scheduler.add(make_seq(name=name, priority=priority))
         scheduler.running = [c, a, b]
         victim = preempt(scheduler, [c, a, b])
-        held = scheduler.kv.held  # type: ignore[attr-defined]
+        held = scheduler.kv.held
         got = {
             "victim": victim and victim.request_id,
             "running": [seq.request_id for seq in scheduler.running],
@@ -90,7 +88,5 @@ class TestPreempt:
         scheduler.abort(a)
         output = scheduler.schedule()
         assert scheduler.sequences(output) == [b], "a has gone, and b resumes"
-        scheduled_seqs = [
-            (scheduled.start, scheduled.num_new_tokens, scheduled.num_samples) for scheduled in output.scheduled_seqs
-        ]
+        scheduled_seqs = [(s.start, s.num_new_tokens, s.num_samples) for s in output.scheduled_seqs]
         assert scheduled_seqs == [(0, 7, 1)], "with all its 7 tokens, after which the next one is drawn"

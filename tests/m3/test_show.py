@@ -1,7 +1,5 @@
 """The picture of the pool says what the engine says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Any order of events: blocks add up, and the cache holds exactly the tokens it should."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -64,12 +62,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     The next token of a sequence depends on its position alone, so a sequence that resumes in the wrong place shows.
     """
 
-    @initialize(
-        block_size=st.integers(1, 4), extra=st.integers(0, 6), seats=st.integers(1, 6), priorities=st.booleans()
-    )
-    def make(self, block_size: int, extra: int, seats: int, priorities: bool) -> None:
+    @initialize(block_size=st.integers(1, 4), more=st.integers(0, 6), seats=st.integers(1, 6), priorities=st.booleans())
+    def make(self, block_size: int, more: int, seats: int, priorities: bool) -> None:
         self.longest = 20  # tokens of any request: the pool holds at least one
-        self.kv = BlockManager(-(-self.longest // block_size) + extra, block_size)
+        self.kv = BlockManager(-(-self.longest // block_size) + more, block_size)
         self.scheduler = Scheduler(self.kv, seats, 40, whole_prompt, preempt, priorities)
         self.cache: dict[int, tuple[Sequence, int]] = {}  # slot -> (whose, which token)
         self.seqs: list[Sequence] = []
@@ -109,9 +105,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.write(seq, scheduled.start, scheduled.end)
         for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
             assert self.read(seq) == [(seq, p) for p in range(seq.num_tokens)]
-            assert (
-                scheduled.num_samples == 1 and scheduled.token_ids.tolist() == seq.token_ids[scheduled.start :].tolist()
-            )
+            assert scheduled.num_samples == 1
+            assert scheduled.token_ids.tolist() == seq.token_ids[scheduled.start :].tolist()
         self.scheduler.postprocess([(seq, [self.next_token(seq)]) for seq in seqs])
 
     def write(self, seq: Sequence, start: int, end: int) -> None:
@@ -136,10 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all((seq.status, seq.block_table) == (SequenceStatus.WAITING, []) for seq in waiting)
         assert waiting == sorted(waiting, key=self.scheduler.rank)
         for seq in self.seqs:  # whatever happened on the way, these are its tokens
-            tokens = seq.output_token_ids.tolist()
-            assert tokens == [
-                EOS if n % 7 == 0 else 40 + n for n in range(seq.num_prompt_tokens, seq.num_prompt_tokens + len(tokens))
-            ]
+            answer = range(seq.num_prompt_tokens, seq.num_tokens)
+            assert seq.output_token_ids.tolist() == [EOS if n % 7 == 0 else 40 + n for n in answer]
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):

@@ -1,7 +1,5 @@
 """Nobody loses cache to somebody who ranks behind: a long prompt beside short requests that came later."""
 
-from __future__ import annotations
-
 import pytest
 
 from folovllm.cache.block_manager import BlockManager
@@ -26,10 +24,8 @@ def make_scheduler(by_priority: bool) -> Scheduler:
 def step(scheduler: Scheduler) -> tuple[int, ...]:
     """One step; every share that reaches its end draws a token. Returns who lost its cache."""
     output = scheduler.schedule()
-    seqs = scheduler.sequences(output)
-    scheduler.postprocess(
-        [(seq, [50] * scheduled.num_samples) for seq, scheduled in zip(seqs, output.scheduled_seqs, strict=True)]
-    )
+    pairs = zip(scheduler.sequences(output), output.scheduled_seqs, strict=True)
+    scheduler.postprocess([(seq, [50] * scheduled.num_samples) for seq, scheduled in pairs])
     return output.preempted
 
 

@@ -1,7 +1,5 @@
 """M4's kernels on inputs of odd shapes, and what they give: `python -m tests.m4.kernel_results FILE` saves it, computed without Triton."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +8,7 @@ from pathlib import Path
 import torch
 
 if __name__ == "__main__":
-    sys.modules["triton"] = None  # type: ignore[assignment]  # as if it were not installed: numpy stands in
+    sys.modules["triton"] = None  # as if it were not installed: numpy stands in
 
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
@@ -68,12 +66,9 @@ def decodes(
 
 
 def norms(dtype: torch.dtype, hidden: int) -> list[torch.Tensor]:
-    x, residual, weight = (
-        torch.randn(4, 1100)[:, :hidden].to(dtype),
-        torch.randn(4, hidden).to(dtype),
-        torch.randn(hidden),
-    )
-    return [rms_norm(x, weight.to(dtype), 1e-6), *add_rms_norm(x, residual, weight.to(dtype), 1e-6)]
+    x, residual = torch.randn(4, 1100)[:, :hidden].to(dtype), torch.randn(4, hidden).to(dtype)
+    weight = torch.randn(hidden).to(dtype)
+    return [rms_norm(x, weight, 1e-6), *add_rms_norm(x, residual, weight, 1e-6)]
 
 
 def activations(dtype: torch.dtype, width: int) -> list[torch.Tensor]:

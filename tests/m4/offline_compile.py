@@ -8,8 +8,6 @@ because Triton decides when it is first imported whether kernels are compiled or
     python -m tests.m4.offline_compile m4
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -107,12 +105,9 @@ def pretend_card(capability: int) -> None:
     """From now on all is compiled for this one, in the dtype that is usual there: bf16 where it has that."""
     card.capability, card.dtype = capability, torch.bfloat16 if capability >= 80 else torch.float16
     for known in (
-        pdl.available,
-        multiprocessors.num_sms,
-        multiprocessors.capability_of,
-        variants.kernel_variant,
+        pdl.available, multiprocessors.num_sms, multiprocessors.capability_of, variants.kernel_variant,
         quantized.has_fp8,
-    ):
+    ):  # fmt: skip
         known.cache_clear()
     driver.set_active(
         SimpleNamespace(
@@ -376,10 +371,8 @@ def launch_x4(d: int, b: int) -> None:
         return x, new(pairs, dtype=torch.int64)
 
     for gated in (True, False):
-        weight, width = (
-            new(experts, 2 * inner, hidden) if gated else new(experts, hidden, inner),
-            inner if gated else hidden,
-        )
+        weight = new(experts, 2 * inner, hidden) if gated else new(experts, hidden, inner)
+        width = inner if gated else hidden
         x, order = pairs_of(asked, gated)
         moe_gemv(x, weight, order, starts, gated, new(asked, width))
         for pairs in (64, 2048, 2560, 4096, 32768) if card.capability in LOOKED_AT else (64, 32768):
@@ -390,26 +383,15 @@ def launch_x4(d: int, b: int) -> None:
             grouped_hopper(x, weight, order, starts, gated, new(32768, width))
     shapes = [("fp8", 8, True, 128)]  # kind, pairs, gated, inputs that share a scale
     if card.capability in LOOKED_AT:
-        shapes += [
-            ("fp8", 2048, False, 128),
-            ("fp8", 32768, True, 128),
-            ("int4", 8, True, 32),
-            ("int4", 32768, True, 32),
-        ]
-        shapes += [("int4", 32768, True, 128)]
+        shapes += [("fp8", 2048, False, 128), ("fp8", 32768, True, 128)]
+        shapes += [("int4", 8, True, 32), ("int4", 32768, True, 32), ("int4", 32768, True, 128)]
     for kind, pairs, gated, group in shapes:
         outputs, k = experts * (2 * inner if gated else hidden), hidden if gated else inner
         zeros = card.dtype if group == 32 else None
         weight = in_8_bits(outputs, k, kind) if kind == "fp8" else in_4_bits(outputs, k, group, zeros)
         x, order = pairs_of(pairs, gated)
         grouped_quant(x, weight, experts, order, starts, gated)
-    for tokens, count, top_k in (
-        (1, experts, asked),
-        (16, experts, asked),
-        (4096, experts, asked),
-        (64, 8, 2),
-        (4096, 8, 2),
-    ):
+    for tokens, count, top_k in (*((n, experts, asked) for n in (1, 16, 4096)), (64, 8, 2), (4096, 8, 2)):
         choose(new(tokens, count), top_k, True, range(count))
     for tokens in (1, 64):
         combine(new(tokens, asked, hidden), new(tokens, asked))

@@ -65,7 +65,6 @@ def state_of_chunk(paged, q, first, last, scale):
 
 def test_a_worked_case_of_a_chunk():
     """Keys 16 to 33 of a sequence of 34, in blocks of 8 and tiles of 16. All scores are -2, the value of token i is i."""
-    torch.manual_seed(0)
     paged, position = Paged.make([34], 8, 1, 16), torch.arange(34, device=DEVICE)
     k, v = paged.kv_cache
     where = paged.block_tables[0, position // 8], position % 8, torch.zeros_like(position)
@@ -82,7 +81,6 @@ def test_a_worked_case_of_a_chunk():
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 40), (16, 33), (32, 48), (48, 48)])
 def test_one_chunk(block_size, first, last):
     """Keys `first` to `last` and no others; the blocks hold NaN from token 48 on."""
-    torch.manual_seed(0)
     paged = Paged.make([48], block_size, 1, 16)
     q = torch.randn(16, 16, device=DEVICE)
     row_max, row_sum, acc = state_of_chunk(paged, q, first, last, 0.25 * LOG2_E)
@@ -103,12 +101,8 @@ def state_kernel(q_ptr, table_ptr, max_ptr, M: tl.constexpr, D: tl.constexpr):
     """The state of an empty chunk: what the loop begins with."""
     q = tl.load(q_ptr + tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :])
     row_max, row_sum, acc = decode_split(q, q_ptr, q_ptr, table_ptr, 0, 0, 1.0, D, D, 16, 16, M, D)
-    tl.static_assert(
-        row_max.dtype == tl.float32, "row_max begins in float32: with another type no GPU compiles the loop"
-    )
-    tl.static_assert(
-        row_sum.dtype == tl.float32, "row_sum begins in float32: with another type no GPU compiles the loop"
-    )
+    tl.static_assert(row_max.dtype == tl.float32, "row_max begins in float32, or no GPU compiles the loop")
+    tl.static_assert(row_sum.dtype == tl.float32, "row_sum begins in float32, or no GPU compiles the loop")
     tl.static_assert(acc.dtype == tl.float32, "acc begins in float32: with another type no GPU compiles the loop")
     tl.store(max_ptr + tl.arange(0, M), row_max)
 
@@ -127,7 +121,6 @@ def test_the_state_is_float32_whatever_the_queries_are():
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 40), (16, 33), (32, 47)])
 def test_no_key_outside_the_chunk_is_read(block_size, first, last, like_a_gpu):
     """All others are NaN, and so is what a mask left out: weight 0 would not save the sum from either."""
-    torch.manual_seed(0)
     paged = Paged.make([48], block_size, 1, 16)
     position = torch.arange(48, device=DEVICE)
     blocks, within = paged.block_tables[0, position // block_size], position % block_size
@@ -170,7 +163,6 @@ def test_a_worked_case_of_the_merge():
 @pytest.mark.parametrize("rising", [False, True])
 def test_merge_is_log_sum_exp(chunks, rising):
     """Maxima 100 apart, the largest first or last, and one chunk that saw nothing; rows of others lie in between."""
-    torch.manual_seed(0)
     group, dim, stride, first = 2, 16, 6, 3
     rows = first + chunks * stride
     maxima = torch.randn(rows, device=DEVICE) + 100.0 * torch.arange(rows, device=DEVICE) / rows * (1 if rising else -1)
@@ -191,7 +183,6 @@ def test_merge_is_log_sum_exp(chunks, rising):
 @pytest.mark.parametrize("chunks", [3, 5])
 def test_merge_of_heads_far_from_zero_and_from_each_other(chunks, like_a_gpu):
     """Scores near -500 for one head, 500 for the other: a chunk that is not there, or the other head, must not count."""
-    torch.manual_seed(0)
     maxima = torch.randn(chunks * 2, device=DEVICE) + torch.tensor([-500.0, 500.0], device=DEVICE).repeat(chunks)
     sums, accs = torch.rand(chunks * 2, device=DEVICE) + 0.5, torch.randn(chunks * 2, 16, device=DEVICE)
     row_sum, acc = torch.empty(2, device=DEVICE), torch.empty(2, 16, device=DEVICE)
@@ -209,42 +200,27 @@ def test_merge_beyond_int32(like_a_gpu):
     maxima[first:], sums[first:], accs[first * dim :] = 0.0, 1.0, 6
     row_sum, acc = torch.empty(1, device=DEVICE), torch.empty(1, dim, device=DEVICE)
     merge_kernel[(1,)](maxima, sums, accs, row_sum, acc, first, 2, 1, 1, dim)
-    assert (row_sum.item(), acc.tolist()) == (2.0, [[12.0] * dim]), (
-        "the place of the second row in acc overflowed an int32"
-    )
+    assert (row_sum.item(), acc.tolist()) == (2.0, [[12.0] * dim]), "the second row's place in acc overflowed int32"
 
 
 def test_merge_reads_past_the_l1_cache(like_a_gpu):
     """What other programs wrote may be stale in there, which no run in the interpreter shows."""
     sums, accs, row_sum, acc = (torch.ones(n, device=DEVICE) for n in (3, 48, 1, 16))
     merge_kernel[(1,)](torch.zeros_like(sums), sums, accs, row_sum, acc, 0, 3, 1, 1, 16)
-    assert like_a_gpu or DEVICE.type == "cuda", (
-        "the partial results were not loaded with a mask: what is past the last chunk must not be read"
-    )
-    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu), (
-        'the partial results are loaded with cache_modifier=".cg"'
-    )
+    assert like_a_gpu or DEVICE.type == "cuda", "what is past the last chunk must not be read: load with a mask"
+    assert all(caching == ir.CACHE_MODIFIER.CG for caching in like_a_gpu), 'they are loaded with cache_modifier=".cg"'
 
 
-@pytest.mark.parametrize(
-    ("lens", "options"),
-    [
-        *((LENS, {"block_size": size}) for size in (8, 16, 24, 64)),  # three programs for some 17 items of 32 tokens
-        *(
-            (LENS[-4:], {"num_programs": count}) for count in (1, 2, 200)
-        ),  # one that does it all, and more than there is work
-        *(([40, 7], {"heads": heads}) for heads in ((1, 1), (4, 2), (3, 1), (14, 2))),
-        ([70, 3], {"dim": 32, "dtype": torch.float16}),
-        ([0, 0, 0], {}),  # padding alone
-        (
-            [100, 5],
-            {"config": None, "num_programs": None},
-        ),  # the table's own, in which the grid follows the batch's size
-    ],
-)
+@pytest.mark.parametrize(("lens", "options"), [
+    *((LENS, {"block_size": size}) for size in (8, 16, 24, 64)),  # three programs for some 17 items of 32 tokens
+    *((LENS[-4:], {"num_programs": count}) for count in (1, 2, 200)),  # one that does it all, and more than work
+    *(([40, 7], {"heads": heads}) for heads in ((1, 1), (4, 2), (3, 1), (14, 2))),
+    ([70, 3], {"dim": 32, "dtype": torch.float16}),
+    ([0, 0, 0], {}),  # padding alone
+    ([100, 5], {"config": None, "num_programs": None}),  # the table's own: the grid follows the batch's size
+])  # fmt: skip
 def test_the_whole_decode(lens, options):
     """Around every boundary, with heads in groups of any size; a row of length 0 gets zeros."""
-    torch.manual_seed(0)
     given = {"block_size": 16, "heads": (2, 1), "dim": 16, "dtype": torch.float32, "config": SMALL, "num_programs": 3}
     block_size, heads, dim, dtype, config, num_programs = (given | options).values()
     paged = Paged.make(lens, block_size, heads[1], dim, dtype)

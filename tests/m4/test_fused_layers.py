@@ -44,7 +44,6 @@ def test_a_worked_case_of_add_rms_norm():
 @pytest.mark.parametrize("hidden", [16, 72, 1000])
 def test_add_rms_norm(hidden, dtype):
     """Both results: the norm, and the sum that the next residual needs. The inputs stay as they were."""
-    torch.manual_seed(0)
     layer = norm(hidden, dtype)
     x, residual = (3 * torch.randn(4, hidden, device=DEVICE, dtype=dtype) for _ in range(2))
     before = x.clone(), residual.clone()
@@ -52,9 +51,7 @@ def test_add_rms_norm(hidden, dtype):
     expected, expected_total = layer(x, residual)
     assert torch.equal(total, expected_total), f"the sum is x + residual, rounded to the model's dtype, {dtype}"
     assert_close(normed, expected, says=f"out = sum / rms(sum) * weight, the mean square over H = {hidden} numbers")
-    assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), (
-        "x and residual are the caller's: they stay as they were"
-    )
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), "x and residual are the caller's and stay"
 
 
 def test_add_rms_norm_of_zeros_and_of_small_numbers():
@@ -95,7 +92,6 @@ def test_norm_rounds_where_transformers_does(size, like_a_gpu):
 
     Each rounding left out changes a fifth of the results or more; another order of summing changes hardly one.
     """
-    torch.manual_seed(0)
     layer = norm(1000, torch.float16)
     x, residual = (size * torch.randn(4, 1000, device=DEVICE).half() for _ in range(2))
     for total, found, right in (
@@ -124,7 +120,6 @@ def test_silu_and_mul(width, late, dtype):
     """Widths that fill no block, one, and more than one. Dividing by the stream's root mean square afterwards is what a
     norm before the projection would have done; eps keeps a stream of zeros finite, and is what counts in a small one.
     """
-    torch.manual_seed(0)
     gate_up, stream = (4 * torch.randn(3, n, device=DEVICE, dtype=dtype) for n in (2 * width, 40))
     if not late:
         assert_close(silu_and_mul(gate_up), SiluAndMul()(gate_up))
@@ -142,7 +137,6 @@ def test_silu_and_mul(width, late, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gelu_and_mul(dtype):
     """Also far from zero, where the exponential is infinite."""
-    torch.manual_seed(0)
     gate_up = 4 * torch.randn(3, 144, device=DEVICE, dtype=dtype)
     gate_up[0, :4] = torch.tensor([-1e3, 1e3, -20.0, 0.0])
     assert_close(gelu_and_mul(gate_up), GeluAndMul()(gate_up))
@@ -156,7 +150,6 @@ def test_qk_norm_rope_store(heads, late, with_norm, dtype):
 
     `late`: queries, keys and values are first divided by the root mean square of the stream.
     """
-    torch.manual_seed(0)
     (num_heads, num_kv_heads), dim, block_size = heads, 16, 4
     rope = RotaryEmbedding(10000.0 ** -(torch.arange(0, dim, 2) / dim), 64).to(DEVICE)
     qkv = torch.randn(4, num_heads + 2 * num_kv_heads, dim, device=DEVICE, dtype=dtype)
@@ -185,13 +178,10 @@ def test_qk_norm_rope_store(heads, late, with_norm, dtype):
     assert (flat[:, rest] == 7).all()
 
 
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        *((family, {"attention_bias": True} if family == "llama" else {}) for family in FAMILIES),
-        ("qwen3", {"head_dim": 24}),  # no tile fits: heads keep their torch layers
-    ],
-)
+@pytest.mark.parametrize(("family", "fields"), [
+    *((family, {"attention_bias": True} if family == "llama" else {}) for family in FAMILIES),
+    ("qwen3", {"head_dim": 24}),  # no tile fits: heads keep their torch layers
+])  # fmt: skip
 def test_a_fused_model_computes_what_its_layers_did(family, fields):
     """Prompts and decodes, for every family. (With the layers of M6: `tests/m6/test_fused_layer.py`.)"""
     path = tiny_checkpoint(family, **fields)

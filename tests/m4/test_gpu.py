@@ -20,7 +20,6 @@ HALF = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("num_programs", [None, 132, 7])
 def test_decode(shape, dtype, num_programs):
     """Poisoned blocks, every boundary; with few programs each takes many items from the queue."""
-    torch.manual_seed(0)
     block_size, heads, kv_heads, dim = shape
     paged = Paged.make(LENS, block_size, kv_heads, dim, dtype)
     query = torch.randn(len(LENS), heads, dim, device=DEVICE, dtype=dtype)
@@ -38,7 +37,6 @@ def test_decode(shape, dtype, num_programs):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill(shape, dtype):
     """Whole prompts, chunks, single tokens and an empty row in one ragged batch."""
-    torch.manual_seed(0)
     block_size, heads, kv_heads, dim = shape
     paged = Paged.make(LENS, block_size, kv_heads, dim, dtype)
     query = torch.randn(sum(NEW), heads, dim, device=DEVICE, dtype=dtype)
@@ -50,7 +48,6 @@ def test_prefill(shape, dtype):
 @pytest.mark.parametrize(("num_seqs", "num_programs"), [(15, None), (15, 132), (64, None), (256, None)])
 def test_merge_has_no_race(num_seqs, num_programs):
     """Thousands of replays of one graph, the output poisoned before each: every bit the same. Chunks are short."""
-    torch.manual_seed(0)
     lens = LENS if num_seqs == 15 else sequence_lengths(num_seqs, "0-1500")
     paged = Paged.make(lens, 16, 8, 128, torch.bfloat16)
     query = torch.randn(num_seqs, 16, 128, device=DEVICE, dtype=torch.bfloat16)
@@ -78,7 +75,6 @@ def test_merge_has_no_race(num_seqs, num_programs):
 
 def test_one_graph_serves_all_lengths():
     """Captured with short sequences, replayed with padding, short, long and very uneven ones."""
-    torch.manual_seed(0)
     longest = [4096] * 8
     paged = Paged.make(longest, 16, 8, 128, torch.bfloat16)
     query = torch.randn(8, 16, 128, device=DEVICE, dtype=torch.bfloat16)
@@ -93,13 +89,8 @@ def test_one_graph_serves_all_lengths():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for lens in (
-        [0] * 8,
-        [1, 2, 3, 0, 0, 0, 0, 0],
-        longest,
-        [4096, 1, 1, 1, 1, 1, 1, 1],
-        [700, 1500, 33, 0, 64, 65, 1, 4000],
-    ):
+    few, uneven = [1, 2, 3, 0, 0, 0, 0, 0], [[4096, 1, 1, 1, 1, 1, 1, 1], [700, 1500, 33, 0, 64, 65, 1, 4000]]
+    for lens in ([0] * 8, few, longest, *uneven):
         paged.seq_lens.copy_(torch.tensor(lens))
         out.fill_(float("nan"))
         graph.replay()

@@ -1,7 +1,5 @@
 """numpy in Triton's place: the same results as Triton's interpreter, the same types, and errors that say where a kernel went wrong."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -55,10 +53,8 @@ def test_types_of_results(divides: bool) -> None:
         if divides and theirs[a].is_int():
             continue  # Triton refuses integers of which one has a sign
         common = numpy_triton.promoted(*(numpy_triton.full([1], 1, TYPES[name]) for name in (a, b)), divides)[2]
-        assert theirs[common.name] == semantic.computation_type_impl(theirs[a], False, theirs[b], False, divides), (
-            a,
-            b,
-        )
+        kind = semantic.computation_type_impl(theirs[a], False, theirs[b], False, divides)
+        assert theirs[common.name] == kind, (a, b)
     for a, number in itertools.product(names, (1.0,) if divides else (True, 1, 1.0)):
         kind = semantic.to_tensor_type(number)
         common = numpy_triton.promoted(numpy_triton.full([1], 1, TYPES[a]), number, divides)[2]
@@ -66,7 +62,7 @@ def test_types_of_results(divides: bool) -> None:
 
 
 @jit
-def scale(out_ptr: Any, x_ptr: Any, count: Any, factor: Any, SIZE: tl.constexpr) -> None:  # type: ignore[valid-type]
+def scale(out_ptr: Any, x_ptr: Any, count: Any, factor: Any, SIZE: tl.constexpr) -> None:
     i = tl.arange(0, SIZE)
     tl.store(out_ptr + i, tl.load(x_ptr + i, mask=i < count) * factor, mask=i < count)
 

@@ -15,21 +15,9 @@ LOWEST = -1.0e30
 
 @triton.jit
 def tile_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    seen_ptr,
-    max_ptr,
-    sum_ptr,
-    acc_ptr,
-    scale,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    ALL: tl.constexpr = False,
-    ROWS: tl.constexpr = M,
-    KEYS: tl.constexpr = N,
-):
+    q_ptr, k_ptr, v_ptr, seen_ptr, max_ptr, sum_ptr, acc_ptr, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    ALL: tl.constexpr = False, ROWS: tl.constexpr = M, KEYS: tl.constexpr = N,
+):  # fmt: skip
     """Load a tile and the state [M], [M], [M, D]; store the state that comes back."""
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     q, k = tl.load(q_ptr + m[:, None] * D + d[None, :]), tl.load(k_ptr + n[:, None] * D + d[None, :])
@@ -95,7 +83,6 @@ def test_tiles_equal_one_softmax(tiles, spread):
 
 def test_rows_that_see_nothing_keep_no_weight():
     """A wholly hidden tile changes nothing, before and after a visible one, and is no NaN."""
-    torch.manual_seed(0)
     q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (3, N), (3, N)))
     seen = torch.zeros(3, M, N, dtype=torch.bool, device=DEVICE)
     seen[1, : M // 2] = True
@@ -109,7 +96,6 @@ def test_rows_that_see_nothing_keep_no_weight():
 
 def test_visible_may_be_true():
     """Python's `True`, and no tensor: every query sees every key of the tile."""
-    torch.manual_seed(0)
     q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (2, N), (2, N)))
     seen = torch.ones(2, M, N, dtype=torch.bool, device=DEVICE)
     _, row_sum, acc = run(q, keys, values, seen, see_all=True)
@@ -119,7 +105,6 @@ def test_visible_may_be_true():
 @pytest.mark.parametrize("shape", [(1, N), (M, 1), (1, 1)])
 def test_visible_may_have_one_row_or_one_column(shape):
     """One row for all queries, as in a decode; one column where a query sees all keys or none."""
-    torch.manual_seed(0)
     q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (2, N), (2, N)))
     seen = torch.ones(2, *shape, dtype=torch.bool, device=DEVICE)
     seen.flatten()[1::3] = False
@@ -135,7 +120,6 @@ def test_visible_may_have_one_row_or_one_column(shape):
 
 def test_float32_is_not_rounded_to_tf32(like_a_gpu):
     """Both products say `input_precision="ieee"`: on a GPU the default keeps ten bits of mantissa."""
-    torch.manual_seed(0)
     q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (2, N), (2, N)))
     seen = torch.ones(2, M, N, dtype=torch.bool, device=DEVICE)
     _, row_sum, acc = run(q, keys, values, seen)
@@ -144,21 +128,17 @@ def test_float32_is_not_rounded_to_tf32(like_a_gpu):
 
 def test_weights_are_as_exact_as_the_values():
     """Float16 queries and keys, float32 values: the product takes the weights as they are."""
-    torch.manual_seed(0)
     q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (1, N), (1, N)))
     q, keys = q.half(), keys.half()
     seen = torch.ones(1, M, N, dtype=torch.bool, device=DEVICE)
     _, row_sum, acc = run(q, keys, values, seen)
     expected = reference(q, keys, values, seen)[0]
     error = ((acc / row_sum[:, None] - expected).norm() / expected.norm()).item()
-    assert error < 1e-5, (
-        f"off by {error:.1e}: weights are rounded to the dtype of the values, not to that of the queries"
-    )
+    assert error < 1e-5, f"off by {error:.1e}: weights are rounded to the values' dtype, not the queries'"
 
 
 def test_weights_are_rounded_for_their_product_only():
     """Float16 keys and values: the product takes float16 weights, the sum takes them as they were, in float32."""
-    torch.manual_seed(0)
     q, keys, values = (torch.randn(*s, D, device=DEVICE).half() for s in ((M,), (1, N), (1, N)))
     seen = torch.ones(1, M, N, dtype=torch.bool, device=DEVICE)
     _, row_sum, acc = run(q, keys, values, seen)

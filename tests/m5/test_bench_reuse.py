@@ -1,7 +1,5 @@
 """The measurements of reuse measure what they say."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How many tokens of a sequence a step computes, when prompts come in chunks."""
 
-from __future__ import annotations
-
 from folovllm.engine.scheduler import chunk
 from folovllm.request import Sequence
 from tests.sequences import make_seq
@@ -39,8 +37,6 @@ class TestChunk:
 
     def test_the_threshold_bounds_a_share(self) -> None:
         assert chunk(sequence(100), 64, threshold=16) == 16, "no more than the threshold"
-        assert chunk(sequence(100, 92), 64, threshold=16) == 8, (
-            "8 are left, and neither budget nor threshold is shorter"
-        )
+        assert chunk(sequence(100, 92), 64, threshold=16) == 8, "8 are left: neither budget nor threshold is less"
         assert chunk(sequence(100), 8, threshold=16) == 8, "the budget is shorter than the threshold"
         assert chunk(sequence(100), 200, threshold=16) == 16, "also where the budget has room for the whole prompt"

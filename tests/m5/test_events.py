@@ -1,7 +1,5 @@
 """The stream of events: what a listener makes of it is what the engine's parts say themselves, and it is free where nobody listens."""
 
-from __future__ import annotations
-
 import inspect
 import random
 import sys
@@ -70,7 +68,7 @@ class World:
 
     def __init__(self, served: LLMEngine, seed: int) -> None:
         self.engine, self.die = served, random.Random(seed)
-        self.engine.core.executor = NoDevice(served.executor.num_kv_blocks, self.die)  # type: ignore[assignment]
+        self.engine.core.executor = NoDevice(served.executor.num_kv_blocks, self.die)
         self.watcher, self.seen, self.names = Watcher(), list[ev.Event](), 0
         served.subscribe(self.watcher)
         served.subscribe(self.seen.extend)
@@ -123,7 +121,7 @@ def engines() -> Iterator[dict[str, LLMEngine]]:
     """One engine a milestone, made when it is asked for; examples follow one another on it: the cache of one is the past of the next."""
     yield (made := {})
     for served in made.values():
-        served.executor.shutdown = lambda: None  # type: ignore[method-assign]
+        served.executor.shutdown = lambda: None
 
 
 @pytest.mark.parametrize("milestone", ["m3", *EVERY])
@@ -184,14 +182,11 @@ def of(seen: SequenceOf[ev.Event], *kinds: type) -> list[Any]:
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize(
-    ("budget", "options"),
-    [
-        ("sequences", {"max_num_seqs": 1}),
-        ("tokens", {}),
-        ("blocks", {"num_kv_blocks": 8, "max_num_batched_tokens": 64}),
-    ],
-)
+@pytest.mark.parametrize(("budget", "options"), [
+    ("sequences", {"max_num_seqs": 1}),
+    ("tokens", {}),
+    ("blocks", {"num_kv_blocks": 8, "max_num_batched_tokens": 64}),
+])  # fmt: skip
 def test_which_budget_refused(budget: str, options: dict[str, Any]) -> None:
     served = engine("m3", **options)
     seen = told(served)

@@ -1,7 +1,5 @@
 """Blocks by the hash of their prefix: what is found, what is published, what is forgotten."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np
@@ -50,9 +48,8 @@ class TestComputeHash:
         assert compute_hash(self.tokens, 5) != compute_hash(self.tokens, 5 + 2**32), "all 64 bits of the prefix count"
 
     def test_takes_views(self) -> None:
-        assert compute_hash(np.arange(8, dtype=np.int32)[2:6], 0) == compute_hash(np.arange(2, 6, dtype=np.int32), 0), (
-            "a view of an array has the bytes of its own tokens alone"
-        )
+        view, alone = np.arange(8, dtype=np.int32)[2:6], np.arange(2, 6, dtype=np.int32)
+        assert compute_hash(view, 0) == compute_hash(alone, 0), "a view has the bytes of its own tokens alone"
 
 
 class Chain:
@@ -91,12 +88,8 @@ class TestLongestCachedPrefix:
             "13 tokens, block 11 has followed another block": stranger.found(more),
         }
         says = "whole blocks from the start until the first miss; one token at least is left to compute"
-        worked_case(
-            "m5.1 longest_cached_prefix",
-            got,
-            dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)),
-            says,
-        )
+        answers = [[10, 11, 12], [10, 11], [10], [10], [10]]
+        worked_case("m5.1 longest_cached_prefix", got, dict(zip(got, answers, strict=True)), says)
 
     def test_finds_whole_blocks_from_the_start_and_leaves_one_token(self) -> None:
         chain = Chain(self.tokens)
@@ -136,9 +129,7 @@ class TestLongestCachedPrefix:
     def test_a_block_that_somebody_holds_is_found(self) -> None:
         chain = Chain(self.tokens)
         chain.blocks[0].ref_count, chain.blocks[1].ref_count = 2, 1
-        assert chain.found([*self.tokens, 1]) == [10, 11, 12], (
-            "sequences that run share their blocks with whoever comes"
-        )
+        assert chain.found([*self.tokens, 1]) == [10, 11, 12], "sequences that run share blocks with whoever comes"
 
     def test_a_look_changes_nothing(self) -> None:
         """`get_computed_blocks` does what a hit needs, and a sequence may be looked up at many steps before it is admitted."""
@@ -148,9 +139,7 @@ class TestLongestCachedPrefix:
         before = dict(chain.cache._by_hash)
         for _ in range(2):
             assert chain.cache.longest_cached_prefix(seq) == chain.blocks[:2], "the same, however often it is asked"
-        assert (chain.cache.serials(seq), seq.block_table) == ([], []), (
-            "`get_computed_blocks` notes the serials and the blocks of a hit"
-        )
+        assert (chain.cache.serials(seq), seq.block_table) == ([], []), "`get_computed_blocks` notes both of a hit"
         assert [block.ref_count for block in chain.blocks] == [0, 0, 0], "`adopt` counts who holds a block"
         assert chain.cache._by_hash == before, "a name stays with its block, whoever it does not fit"
 
@@ -161,9 +150,7 @@ class TestLongestCachedPrefix:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda *args: calls.append(1) or right(*args))
         for _ in range(5):
             assert len(chain.cache.longest_cached_prefix(seq)) == 3, "three blocks of the sequence are cached"
-        assert len(calls) == 3, (
-            f"three blocks were hashed {len(calls)} times in five looks: `self._hash` remembers a hash"
-        )
+        assert len(calls) == 3, f"three blocks were hashed {len(calls)} times: `self._hash` remembers a hash"
 
     def test_a_block_that_followed_another_block_is_no_hit(self) -> None:
         chain = Chain(self.tokens)
@@ -220,18 +207,12 @@ class TestPublish:
         cache.cache_blocks(seq, blocks)
         assert len(cache) == 3, "three full blocks have a name"
         assert cache.serials(seq) == [b.serial for b in blocks], "the sequence's serials are those of its blocks"
-        assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial], (
-            "each follows the one before it"
-        )
-        assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq), (
-            "each block has a serial of its own"
-        )
+        assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial], "each follows that before it"
+        assert len(set(cache.serials(seq))) == 3 and ROOT not in cache.serials(seq), "each block has its own serial"
         first, second = (np.array(self.tokens[i * B : (i + 1) * B], np.int32) for i in range(2))
         assert blocks[0].token_ids == first.tobytes(), "block 0 notes its tokens"
         assert blocks[0].hash == compute_hash(first, 0), "block 0 is named after its tokens"
-        assert blocks[1].hash == compute_hash(second, blocks[0].hash or 0), (
-            "block 1 after its own and the block before it"
-        )
+        assert blocks[1].hash == compute_hash(second, blocks[0].hash or 0), "block 1 after its own and the one before"
 
     def test_a_twin_keeps_its_own_blocks(self) -> None:
         """Attention of this very step writes to them."""
@@ -260,9 +241,7 @@ class TestPublish:
         cache.cache_blocks(seq, blocks[:2])
         cache.reset()
         cache.cache_blocks(seq, blocks)
-        assert [b.hash for b in blocks[:2]] == [None, None], (
-            "7 and 8 were published before, and were forgotten: only block 9 is new"
-        )
+        assert [b.hash for b in blocks[:2]] == [None, None], "7 and 8 were published and forgotten: only 9 is new"
 
     def test_what_follows_a_collision_is_not_published_as_if_it_followed_what_came_before(
         self, monkeypatch: pytest.MonkeyPatch
@@ -284,9 +263,7 @@ class TestPublish:
         cache, blocks = Forgetful(B), make_blocks(7, 8, 17, 18)
         cache.cache_blocks(sequence([1, 1, 1, 1, 1, 2, 3, 4]), blocks[:2])
         cache.cache_blocks(sequence([2, 2, 2, 2, 4, 3, 2, 1]), blocks[2:])
-        assert cache._by_hash[10] is blocks[3], (
-            "8 has the hash of 18, but it follows another block: the name goes to 18"
-        )
+        assert cache._by_hash[10] is blocks[3], "8 has the hash of 18, but follows another block: the name goes to 18"
 
 
 class TestEvict:

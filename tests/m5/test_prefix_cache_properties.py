@@ -1,7 +1,5 @@
 """Whatever happens, a block is only ever served for the very tokens that it was computed from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """With the cache and with chunks, every answer is what it was without."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -11,10 +9,9 @@ from folovllm.attention.backends.abstract import BackendUnavailable
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import preempt
-from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
-from tests.workloads import assert_nothing_left, check_runs, make_engine, run_to_end, serve, workload
+from tests.workloads import assert_nothing_left, check_runs, finish, make_engine, serve, workload
 
 BLOCK = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -44,16 +41,10 @@ def served(reusing: LLMEngine) -> LLMEngine:
     return reusing
 
 
-def finish(served: LLMEngine) -> dict[str, RequestOutput]:
-    return {output.request_id: output for output in run_to_end(served)}
-
-
-def answers(
-    served: LLMEngine, batches: list[list[list[int]]], params: SamplingParams = GREEDY
-) -> list[list[list[int]]]:
+def answers(served: LLMEngine, turns: list[list[list[int]]], params: SamplingParams = GREEDY) -> list[list[list[int]]]:
     """Token ids of all answers; each batch is submitted at once, after the one before has finished."""
     result = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(turns):
         for i, prompt in enumerate(batch):
             served.add_request(f"{number}-{i}", prompt, params)
         done = finish(served)
@@ -80,16 +71,13 @@ def test_answers_are_those_of_m1(served: LLMEngine) -> None:
     check_runs(served)
 
 
-@pytest.mark.parametrize(
-    ("arrival", "caching", "budget"),
-    [
-        ("at_once", False, 1),  # the least
-        ("random_steps", True, 3),  # less than a block
-        ("random_steps", False, 16),  # whole blocks
-        ("at_once", True, 33),  # a token more
-        ("at_once", False, 64),  # most prompts at once
-    ],
-)
+@pytest.mark.parametrize(("arrival", "caching", "budget"), [
+    ("at_once", False, 1),  # the least
+    ("random_steps", True, 3),  # less than a block
+    ("random_steps", False, 16),  # whole blocks
+    ("at_once", True, 33),  # a token more
+    ("at_once", False, 64),  # most prompts at once
+])  # fmt: skip
 def test_chunks_of_every_size(arrival: str, caching: bool, budget: int) -> None:
     load = workload("seeded", 16)
     served = engine(max_num_batched_tokens=budget, enable_prefix_caching=caching)
@@ -135,9 +123,7 @@ class TestPrefixes:
 
 
 @pytest.mark.parametrize(("num_kv_blocks", "budget"), [(34, 9), (40, 40), (60, 9)])
-def test_pools_small_enough_to_evict_and_preempt_all_the_time(
-    plain: LLMEngine, num_kv_blocks: int, budget: int
-) -> None:
+def test_pools_so_small_that_they_evict_and_preempt(plain: LLMEngine, num_kv_blocks: int, budget: int) -> None:
     rng = random.Random(num_kv_blocks)
     heads = prompts([20, 33], seed=7)
     tails = prompts([rng.randint(1, 20) for _ in range(16)], seed=8)

@@ -1,7 +1,5 @@
 """What one request of a step computes, the next one of the same step begins with."""
 
-from __future__ import annotations
-
 import pytest
 
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager

@@ -4,8 +4,6 @@ A program of its own, because Triton decides when it is first imported whether i
 what happened.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -8,8 +8,6 @@ prints a JSON object: for each engine, how many variants the start met, those of
 those that only serving met.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -53,9 +51,7 @@ def pretend_gpu() -> None:
     JITFunction.run = note
     torch.Tensor.is_cuda = property(lambda _: True)
     empty = torch.empty
-    torch.empty = lambda *sizes, **given: (empty if f"{given.get('device')}" == "meta" else torch.zeros)(
-        *sizes, **given
-    )
+    torch.empty = lambda *sizes, **kw: (empty if f"{kw.get('device')}" == "meta" else torch.zeros)(*sizes, **kw)
     torch.empty_like, torch.Tensor.new_empty = torch.zeros_like, torch.Tensor.new_zeros
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     graph_runner.buckets_for = prompt_and_draft_buckets

@@ -1,7 +1,5 @@
 """Ranks as threads of this process: the collectives of a group without processes, so that many sizes can be tried."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

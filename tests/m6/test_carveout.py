@@ -1,7 +1,5 @@
 """Which kernels set their carveout. No GPU needed."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -22,9 +20,7 @@ LEAVES = [("skinny_linear_kernel", 4), ("decode_kernel", 7), ("gumbel_max_kernel
 
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("driver_says", [0, 400])
-def test_the_kernels_of_a_layer_for_one_or_two_tokens(
-    overlaps: bool, driver_says: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_for_one_or_two_tokens(overlaps: bool, driver_says: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where kernels overlap; and a driver that refuses is an error."""
     told: list[tuple[int, int, int]] = []
 
@@ -40,6 +36,6 @@ def test_the_kernels_of_a_layer_for_one_or_two_tokens(
         refused = overlaps and driver_says and (name, tokens) in SETS
         error = pytest.raises(RuntimeError, match=f"the carveout of {name} cannot be set: .* 400")
         with error if refused else nullcontext():
-            carveout.divide_memory(SimpleNamespace(name=name, src=source, function=tokens))  # type: ignore[arg-type]
+            carveout.divide_memory(SimpleNamespace(name=name, src=source, function=tokens))
     expected = [(function, carveout.PREFERRED_CARVEOUT, carveout.SHARE) for function in (1, 2, 7)]
     assert told == (expected if overlaps else [])

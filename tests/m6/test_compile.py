@@ -1,7 +1,5 @@
 """`compile=True`: other code for the same layers, the same answers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -62,9 +60,8 @@ def test_hugging_faces_model_is_not_ours_to_compile() -> None:
 @pytest.mark.parametrize("num_filters", [0, 2, 3])
 def test_the_generated_draw_over_a_whole_vocabulary(num_rows: int, num_filters: int) -> None:
     """A row so long that its sums are split among programs, which a small model's is not."""
-    filters = [torch.full((num_rows,), x, device="cuda") for x in (0.05, 20, 0.9)[:num_filters]] + [None] * (
-        3 - num_filters
-    )
+    filters = [torch.full((num_rows,), x, device="cuda") for x in (0.05, 20, 0.9)[:num_filters]]
+    filters += [None] * (3 - num_filters)
     seeds, positions = torch.arange(2 * num_rows, device="cuda").view(2, -1) + 3
     batch = SamplingBatch(torch.full_like(seeds, 0.6, dtype=torch.float32), seeds, positions, False, *filters, [])
     logits = torch.randn(num_rows, 151_936, generator=torch.Generator("cuda").manual_seed(1), device="cuda")

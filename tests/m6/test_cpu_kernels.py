@@ -1,7 +1,5 @@
 """The kernels for a CPU, beside float64 and the layers in torch; and what happens where no compiler is."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -132,9 +130,6 @@ def test_padding_stores_nothing_and_gets_zeros() -> None:
     contract.assert_same_cache(p.kv_cache, before)
 
 
-# --- a model ----------------------------------------------------------------------------------------------------------
-
-
 @compiled
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma3_text"])
 def test_models(family: str, calls: list[int]) -> None:
@@ -181,9 +176,6 @@ def driver(path: Path, dtype: torch.dtype) -> Driver:
 def logits_of(driver: Driver, steps: list[dict[int, list[int]]]) -> torch.Tensor:
     """After every token of all steps, [n, V]."""
     return torch.cat([logits for step in steps for _, logits in sorted(driver.step(step).items())])
-
-
-# --- the whole engine -------------------------------------------------------------------------------------------------
 
 
 @compiled

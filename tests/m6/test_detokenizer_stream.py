@@ -3,8 +3,6 @@
 Stop strings: `tests/m1/test_detokenizer.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which device is the current one belongs to a thread; an engine keeps to its own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

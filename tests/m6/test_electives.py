@@ -1,6 +1,4 @@
-"""The hooks of `folovllm.plugins`, with doubles that are no plugins."""
-
-from __future__ import annotations
+"""The hooks of `folovllm.plugins`, and those by which an elective changes an engine, with doubles that are no electives."""
 
 import pickle
 from dataclasses import replace
@@ -11,7 +9,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import folovllm
 from folovllm import LLM, EngineConfig, SamplingParams, plugins
+from folovllm.engine import extension as extensions
+from folovllm.engine.extension import Extension
+from folovllm.engine.scheduler import Scheduler
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
 from folovllm.layers.fusable import FusablePlain
@@ -20,6 +22,7 @@ from folovllm.models import files, registry, sources
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.quantization import Quantization
 from folovllm.models.written_files import cache_dir
+from folovllm.worker.graph_runner import GraphRunner
 from tests.helpers import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -91,7 +94,7 @@ class TestQuantization:
         monkeypatch.setattr(registry, "QUANTIZATION", f"{__name__}:Halving")
         monkeypatch.setattr(Halving, "asked", [])
         with llm(quantization="halved") as engine:
-            runner = engine.engine.executor._worker.runner  # type: ignore[attr-defined]
+            runner = engine.engine.executor._worker.runner
             kinds = {
                 name.split(".")[-1]: type(m.linear_method)
                 for name, m in runner.model.named_modules()
@@ -111,17 +114,17 @@ class TestQuantization:
             llm(quantization="int4", random_weights=True)
         config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
         with pytest.raises(ValueError, match=r"needs the package folovllm\.gone"):
-            registry.quantization_hook(config)  # type: ignore[arg-type]
+            registry.quantization_hook(config)
 
 
 class TestModels:
     def test_a_model_of_another_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, "MODELS", {"Twin": __name__})
-        assert registry.get_model_class(SimpleNamespace(architectures=["Twin"])) is Twin  # type: ignore[arg-type]
+        assert registry.get_model_class(SimpleNamespace(architectures=["Twin"])) is Twin
 
         monkeypatch.setattr(registry, "MODELS", {"Twin": "folovllm.gone.twin"})
         with pytest.raises(ValueError, match=r"a model of architecture Twin needs the package folovllm\.gone"):
-            registry.get_model_class(SimpleNamespace(architectures=["Twin"]))  # type: ignore[arg-type]
+            registry.get_model_class(SimpleNamespace(architectures=["Twin"]))
 
 
 class Twin(LlamaForCausalLM):
@@ -176,3 +179,66 @@ def test_every_place_of_the_table_is_there() -> None:
     places += [place for _, place in plugins.KERNEL_VARIANTS.values()]
     for place in filter(plugins.is_installed, places):
         assert plugins.named(place) is not None
+
+
+class Counts(Extension):
+    """Puts a subclass in each place, and notes which hooks were called."""
+
+    called: ClassVar[list[str]] = []
+
+    def prepare(self) -> None:
+        self.called.append("prepare")
+
+    def num_samples(self) -> int:
+        self.called.append("num_samples")
+        return super().num_samples()
+
+    def attention_backend(self, usual: Any) -> Any:
+        self.called.append("attention_backend")
+        return super().attention_backend(usual)
+
+    def graph_runner(self, usual: Any) -> Any:
+        self.called.append("graph_runner")
+        return type("Own", (usual,), {})
+
+    def scheduler(self, usual: Any, executor: Any) -> Any:
+        self.called.append(f"scheduler of {executor.num_kv_blocks} blocks")
+        return type("Own", (usual,), {})
+
+    def close(self) -> None:
+        self.called.append("close")
+
+
+def test_what_it_returns_stands_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with llm() as plain:
+        expected = plain.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
+    monkeypatch.setattr(Counts, "called", [])
+    monkeypatch.setattr(extensions, "EXTENSIONS", {"counting": (f"{__name__}:Counts", lambda config: True)})
+    with llm() as own:
+        scheduler, runner = own.engine.scheduler, own.engine.executor._worker.runner
+        for part, kind in ((scheduler, Scheduler), (runner, GraphRunner)):
+            assert isinstance(part, kind) and type(part).__name__ == "Own"
+        assert own.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids == expected
+    assert Counts.called[0] == "prepare" and Counts.called[-2:] == ["scheduler of 40 blocks", "close"]
+    assert {"num_samples", "attention_backend", "graph_runner"} <= {*Counts.called}
+
+
+def test_two_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = (f"{__name__}:Counts", lambda config: True)
+    monkeypatch.setattr(extensions, "EXTENSIONS", {"this": place, "that": place})
+    with pytest.raises(ValueError, match="this and that do not work together"):
+        llm()
+
+
+def test_a_package_of_which_only_bytecode_is_left_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone" / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr(folovllm, "__path__", [*folovllm.__path__, str(tmp_path)])
+    assert extensions.is_installed("folovllm.electives.server.cli") and not extensions.is_installed("folovllm.gone.cli")
+
+
+def test_without_structured_output_a_request_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("folovllm.engine.llm_engine.STRUCTURED_OUTPUT", "folovllm.gone.matchers")
+    with llm() as engine:
+        assert len(engine.generate("Once", GREEDY)[0].outputs[0].token_ids) == 6
+        with pytest.raises(ValueError, match="not installed"):
+            engine.generate("Once", SamplingParams(structured_outputs=folovllm.StructuredOutputsParams(choice=["a"])))

@@ -1,7 +1,5 @@
 """Decoder layers that fold their norms away: what they compute, how exactly, and what they leave behind."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,8 @@ from folovllm.models.loader import load_model
 from folovllm.models.model_config import head_dim_of
 from folovllm.models.registry import build_model
 from folovllm.sampling_params import SamplingParams
+from tests.contract import DEVICE
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.m6.devices import DEVICE
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import Request, Workload, answered, serve
 
@@ -50,17 +48,14 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-        monkeypatch.setattr(
-            fused_layer, "can_use_skinny", lambda *_: False
-        )  # a head of 130 interpreted programs takes too long
+        monkeypatch.setattr(fused_layer, "can_use_skinny", lambda *_: False)  # a head of 130 programs takes too long
 
 
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a layer's two ways is taken: small batches in `skinny_linear`, wherever it serves them, or none."""
-    monkeypatch.setattr(
-        fused, "can_use_skinny", lambda x, weight: request.param == "few" and is_supported(len(x), weight)
-    )
+    few = request.param == "few"
+    monkeypatch.setattr(fused, "can_use_skinny", lambda x, weight: few and is_supported(len(x), weight))
     return request.param
 
 
@@ -168,13 +163,10 @@ def test_the_head_is_a_product_for_few_tokens(tokens: int, monkeypatch: pytest.M
     taken: list[int] = []
     head = skinny_layers(16).make(ParallelLMHead, 10, 24).to(DEVICE)
     monkeypatch.setattr(fused_layer, "can_use_skinny", lambda x, weight: is_supported(len(x), weight))
-    kernel = fused_layer.skinny_linear
-    monkeypatch.setattr(
-        fused_layer, "skinny_linear", lambda x, *rest, **kw: taken.append(len(x)) or kernel(x, *rest, **kw)
-    )
-    generator = torch.Generator().manual_seed(0)
-    head.weight.data.copy_(torch.randn(10, 24, generator=generator))
-    hidden = torch.randn(tokens, 24, generator=generator).to(DEVICE)
+    run = fused_layer.skinny_linear
+    monkeypatch.setattr(fused_layer, "skinny_linear", lambda x, *rest, **k: taken.append(len(x)) or run(x, *rest, **k))
+    head.weight.data.copy_(torch.randn(10, 24))
+    hidden = torch.randn(tokens, 24).to(DEVICE)
     out = torch.full((tokens, 10), torch.nan, device=DEVICE)
     with torch.inference_mode():
         logits = head(hidden, out)
@@ -223,21 +215,17 @@ def test_folding_twice_is_folding_once_and_what_is_saved_is_a_model() -> None:
     assert_logits_equal(late.step({1: tokens})[1], expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "folded", "path"),
-    [
-        ("qwen3", {}, True, "few"),
-        ("qwen3", {}, True, "many"),
-        ("mistral", {}, True, "few"),
-        ("phi3", {}, True, "few"),
-        ("qwen2", {}, False, "few"),
-        ("qwen2", {}, False, "many"),
-        ("llama", {"mlp_bias": True}, False, "few"),
-        ("llama", {"attention_bias": True}, False, "few"),
-        ("qwen3", {"head_dim": 24}, True, "few"),  # folded, but attention is torch's: no tile is 24 wide
-    ],
-    indirect=["path"],
-)
+@pytest.mark.parametrize(("family", "fields", "folded", "path"), [
+    ("qwen3", {}, True, "few"),
+    ("qwen3", {}, True, "many"),
+    ("mistral", {}, True, "few"),
+    ("phi3", {}, True, "few"),
+    ("qwen2", {}, False, "few"),
+    ("qwen2", {}, False, "many"),
+    ("llama", {"mlp_bias": True}, False, "few"),
+    ("llama", {"attention_bias": True}, False, "few"),
+    ("qwen3", {"head_dim": 24}, True, "few"),  # folded, but attention is torch's: no tile is 24 wide
+], indirect=["path"])  # fmt: skip
 def test_who_folds(family: str, fields: dict[str, Any], folded: bool, path: str) -> None:
     """All layers of a model do, or none. The answers are the same: of a prompt, of 1, 2 and 3 decodes, and beside a prompt."""
     checkpoint = small_checkpoint(family, **fields)
@@ -258,7 +246,7 @@ def divided(x: torch.Tensor, stream: torch.Tensor | None, eps: float) -> torch.T
     return (x.float() / root.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
 
 
-def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):  # type: ignore[no-untyped-def]
+def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):
     """`skinny_linear`: float32 until the result, but for gate and up."""
     y = F.linear(x.float(), weight.float())
     y = y if norm_eps is None else divided(y, x, norm_eps)
@@ -266,9 +254,7 @@ def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):  # type:
     return (y if residual is None else y + residual).to(x.dtype)
 
 
-def torch_store(  # type: ignore[no-untyped-def]
-    query, key, value, positions, kv_cache, slots, preparation, stream=None, stream_eps=0.0
-):
+def torch_store(query, key, value, positions, kv_cache, slots, preparation, stream=None, stream_eps=0.0):
     """`qk_norm_rope_store`."""
     query, key, value = (divided(x, stream, stream_eps) for x in (query, key, value))
     weights, eps = (preparation.q_weight, preparation.k_weight), preparation.eps
@@ -318,10 +304,7 @@ def test_two_ranks_leave_the_same_stream_as_one(
         load_model(model, checkpoint, use_tqdm=False, shard=partial(shard_named, head_dim=16, rank=group.rank, size=2))
         layer = model.model.layers[1]
         assert isinstance(layer, DeferredNormDecoderLayer) and layer.folded
-        return [
-            layer.after_attention(x.to(DEVICE, copy=True), attended[:, [group.rank]].to(DEVICE))
-            for x, attended in steps
-        ]
+        return [layer.after_attention(x.to(DEVICE, copy=True), a[:, [group.rank]].to(DEVICE)) for x, a in steps]
 
     with torch.inference_mode():
         first, second = on_ranks(2, work)
@@ -338,9 +321,8 @@ def test_in_bfloat16_as_accurate_as_with_its_norms(in_torch: None, path: str, ou
     With a few activations a thousand times as large as the others, which trained models have, and small weights there.
     """
     checkpoint = tiny_checkpoint("qwen3", tied=False, num_hidden_layers=4)
-    truth_driver, early = (
-        Driver(checkpoint, "torch_paged", dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)
-    )
+    kinds = torch.float32, torch.bfloat16
+    truth_driver, early = (Driver(checkpoint, "torch_paged", dtype=dtype, device=DEVICE) for dtype in kinds)
     late = late_driver(checkpoint, dtype=torch.bfloat16)
     for driver in (truth_driver, early) if outliers else ():
         driver.model.model.embed_tokens.weight[:, 5:8] *= 1024

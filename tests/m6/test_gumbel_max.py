@@ -1,12 +1,10 @@
 """The one-pass draw against the sampler's: the same noise, the same tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from folovllm.sample.noise import gumbel
-from tests.m6.devices import DEVICE
+from tests.contract import DEVICE
 from tests.tiny import worked_case
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
@@ -129,9 +127,7 @@ class TestGumbelMax:
     def test_nan_beside_what_is_infinite(self) -> None:
         for temperature in 0.0, 1.0:
             got = drawn([NAN, NAN, -torch.inf, NAN], temperature)
-            assert got == 2, (
-                f"[NaN, NaN, -inf, NaN] at temperature {temperature}: id 2 is the best, not {got}: NaN is no -inf"
-            )
+            assert got == 2, f"of [NaN, NaN, -inf, NaN] id 2 is the best at temperature {temperature}, not {got}"
 
     @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.1, 100.0])
     def test_any_temperature_above_0_is_one(self, temperature: float) -> None:
@@ -154,9 +150,7 @@ class TestGumbelMax:
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
         scores = reference(logits, temperature, seeds, positions)
         best = scores.gather(1, tokens[:, None])[:, 0]
-        assert torch.allclose(best, scores.amax(-1), atol=1e-4), (
-            "a token was drawn that is not the best"
-        )  # equal but for the rounding of two logarithms
+        assert torch.allclose(best, scores.amax(-1), atol=1e-4), "not the best, but for the rounding of two logarithms"
 
 
 def test_tokens_are_kept_in_their_rows() -> None:

@@ -3,8 +3,6 @@
 In the engine: `test_fused_layer.py`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

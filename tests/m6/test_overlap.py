@@ -1,7 +1,5 @@
 """One step late, and nobody notices. (That the answers are M1's: `test_sampling_rows.py`.)"""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -44,9 +42,7 @@ def assert_clean(served: LLMEngine) -> None:
 def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
     for num_blocks, waits in ((1, True), (2, False)):
         kv = BlockManager(num_blocks, 4)
-        scheduler = Scheduler(
-            kv=kv, max_num_seqs=1, max_num_batched_tokens=8, tokens_of_step=unless_finished(chunk), on_full=preempt
-        )
+        scheduler = Scheduler(kv, 1, 8, unless_finished(chunk), preempt)
         scheduler.add(make_seq(4))
         assert scheduler.schedule().num_tokens == 4 and kv.num_free == num_blocks - 1
         assert scheduler.must_wait() == waits, "its next token begins a block; to give way, it must know all its tokens"
@@ -84,9 +80,7 @@ def test_length_costs_no_step_and_a_stop_one() -> None:
     assert_clean(served)
 
 
-def test_a_backend_that_cannot_be_captured_decodes_eagerly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_captured_is_eager(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from folovllm.attention.backends.torch_paged import TorchPagedBackend
 
     monkeypatch.setattr(TorchPagedBackend, "supports_graph", classmethod(lambda cls, device: False))
@@ -101,7 +95,7 @@ def test_an_engine_that_was_dropped_without_close_is_collected(real_freezing: No
     served.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4), stream=False)
     while served.has_unfinished_requests():
         served.step()
-    held = [*map(weakref.ref, (served, served.scheduler, served.executor._worker.runner.model))]  # type: ignore[attr-defined]
+    held = [*map(weakref.ref, (served, served.scheduler, served.executor._worker.runner.model))]
     assert all(ref() is not None for ref in held)
     del served
     gc.collect()

@@ -1,7 +1,5 @@
 """A packed step says what `InputBatch` says, with less to carry."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence as SequenceOf
 
@@ -16,20 +14,9 @@ from folovllm.engine.scheduler import BatchRows, Scheduler, wait, whole_prompt
 from folovllm.executor.messages import decode_step, encode_step
 from folovllm.request import Sequence
 from folovllm.sample.sampler_state import seeds_of
+from folovllm.step import packed
 from folovllm.step.forward_batch import ForwardBatch
-from folovllm.step.packed import (
-    IN_FLIGHT,
-    NOTHING,
-    Field,
-    PackedStep,
-    Sample,
-    StepPacker,
-    choose_bucket,
-    is_plain_decode,
-    sample_levels,
-    split,
-    unpack_extras,
-)
+from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, Sample, StepPacker, choose_bucket, is_plain_decode
 from folovllm.step.schedule import Extras, SamplingSpec, ScheduledSequence, SchedulerOutput
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.input_batch import InputBatch
@@ -54,10 +41,10 @@ class Device:
         self.packer = StepPacker(ROWS, [2, 4, 8] if with_buckets else [])
         self.tables = DeviceTables(ROWS, MAX_BLOCKS, BLOCK_SIZE, CPU)
 
-    def unpack(self, step: PackedStep) -> ForwardBatch:
+    def unpack(self, step: packed.PackedStep) -> ForwardBatch:
         if step.is_decode:
             return self.tables.unpack_decode(torch.from_numpy(step.fields), MAX_BLOCKS * BLOCK_SIZE)
-        parts, fields = split(torch.from_numpy(step.flatten()), step.columns), step.fields
+        parts, fields = packed.split(torch.from_numpy(step.flatten()), step.columns), step.fields
         self.tables.enter_blocks(parts.updates)
         longest, most = int(fields[Field.QUERY_LEN].max()), int(fields[Field.SEQ_LEN].max())
         return self.tables.unpack(parts, step.num_decodes, longest, most, fields)
@@ -76,20 +63,19 @@ class TestChooseBucket:
 
 
 class TestPackDecode:
-    def packed(self, *scheduled_seqs: ScheduledSequence, width: int) -> PackedStep:
+    def step_of(self, *scheduled_seqs: ScheduledSequence, width: int) -> packed.PackedStep:
         """A decode step of rows that were sampled before: row 4 with temperature 0.5 and a seed, others greedily."""
         specs = {4: SamplingSpec(seed=(3 << 32) + 9, temperature=0.5)}
         packer = StepPacker(ROWS, [])
-        packer._pack_mixed(
-            [s._replace(sampling=specs.get(s.row, SamplingSpec(temperature=0.0))) for s in scheduled_seqs]
-        )
+        greedy = SamplingSpec(temperature=0.0)
+        packer._pack_mixed([s._replace(sampling=specs.get(s.row, greedy)) for s in scheduled_seqs])
         return packer.pack_decode(scheduled_seqs, width)
 
     def test_a_worked_case(self) -> None:
         """Width 3, six rows. The first's token 2 is known; the second's token 4 is in flight and begins block 5; then padding."""
         first = ScheduledSequence(1, 4, 2, 3, np.array([7], np.int32), (), 1, 1, None)
         second = ScheduledSequence(2, 2, 4, 5, np.empty(0, np.int32), (5,), 1, 1, None)
-        step = self.packed(first, second, width=3)
+        step = self.step_of(first, second, width=3)
         got = {field.name: step.fields[field].tolist() for field in Field}
         got["TEMPERATURE"] = step.fields[Field.TEMPERATURE].view(np.float32).tolist()
         got |= {"buffer": str(step.flatten().dtype)}
@@ -102,14 +88,14 @@ class TestPackDecode:
         worked_case("m6.3", got, expected, says)
 
     def test_block_0_is_a_block(self) -> None:
-        step = self.packed(ScheduledSequence(1, 4, 4, 5, np.array([7], np.int32), (0,), 1, 1, None), width=2)
+        step = self.step_of(ScheduledSequence(1, 4, 4, 5, np.array([7], np.int32), (0,), 1, 1, None), width=2)
         got = step.fields[Field.NEW_BLOCK].tolist()
         assert got == [0, NOTHING], f"the first token of block 0, then padding: NEW_BLOCK is [0, {NOTHING}], not {got}"
 
     def test_padding_is_no_decode_and_the_matrix_is_all_that_travels(self) -> None:
         first = ScheduledSequence(1, 4, 2, 3, np.array([7], np.int32), (), 1, 1, None)
         second = ScheduledSequence(2, 2, 4, 5, np.array([1], np.int32), (5,), 1, 1, None)
-        step = self.packed(first, second, width=4)
+        step = self.step_of(first, second, width=4)
         assert step.is_decode and (step.num_seqs, step.num_decodes) == (2, 2), "two sequences decode; padding is none"
         assert step.fields.dtype == np.int32 and step.fields.shape == (len(Field), 4), "int32, [len(Field), width]"
         assert step.flatten().dtype == np.int32, "fields, tokens and updates are int32, the empty ones too"
@@ -154,9 +140,7 @@ def test_what_is_no_plain_decode() -> None:
     assert not is_plain_decode(plain._replace(new_blocks=(5, 6), first_new_block=1)), "two blocks: one field is too few"
     assert not is_plain_decode(plain._replace(sampling=SamplingSpec())), "how a new row is drawn must travel too"
     assert not is_plain_decode(plain._replace(end=10))
-    assert not is_plain_decode(plain._replace(num_samples=0)), (
-        "a chunk of one token: a captured step would draw after it"
-    )
+    assert not is_plain_decode(plain._replace(num_samples=0)), "a captured step would draw after this chunk"
 
 
 def test_samples_of_a_step_with_drafts() -> None:
@@ -174,7 +158,7 @@ def test_samples_of_a_step_with_drafts() -> None:
     assert samples[Sample.DRAFT].tolist() == [50, 51, NOTHING, NOTHING], "behind the last there is no draft token"
     assert samples[Sample.TEMPERATURE].view(np.float32).tolist() == [0.5, 0.5, 0.5, 1.0]
     assert step.logprobs.T.tolist() == [[0, 1], [1, 1], [2, 1], [3, 2]], "by sample"
-    assert step.has_drafts and [level.tolist() for level in sample_levels(samples)] == [[0, 3], [1], [2]]
+    assert step.has_drafts and [level.tolist() for level in packed.sample_levels(samples)] == [[0, 3], [1], [2]]
 
 
 def test_without_drafts_each_sequence_has_a_sample() -> None:
@@ -246,7 +230,7 @@ def assert_same_batch(actual: ForwardBatch, expected: ForwardBatch) -> None:
 class Labelled(BlockManager):
     """A cache manager whose steps carry two matrices, of owners of its own, for each sequence with an even number of tokens."""
 
-    def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:  # type: ignore[override]
+    def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:
         own = [[i, scheduled.seq_id] for i, scheduled in enumerate(scheduled_seqs) if scheduled.end % 2 == 0]
         return {"labels": np.array(own, np.int32), "an owner's name": np.array(own, np.int32)[:, :1]} if own else None
 
@@ -261,7 +245,7 @@ def test_what_only_some_steps_carry_reaches_every_rank() -> None:
         step = StepPacker(4, [1, 2]).pack(output)
         assert (output.extras is None) == (not step.extras.size) == (not expected), "most steps carry nothing"
         sent = decode_step(encode_step(step))
-        assert isinstance(sent, PackedStep)
-        assert {owner: found.tolist() for owner, found in unpack_extras(sent.extras).items()} == expected
+        assert isinstance(sent, packed.PackedStep)
+        assert {owner: found.tolist() for owner, found in packed.unpack_extras(sent.extras).items()} == expected
         assert sent.tokens.tolist() == seq.token_ids.tolist(), "what stands before it is as ever"
         scheduler.abort(seq)

@@ -46,7 +46,6 @@ class TestOnHopper:
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_ragged_batch(self, shape, dtype):
         """Whole prompts, chunks, single tokens and an empty row."""
-        torch.manual_seed(0)
         block_size, heads, kv_heads, dim = shape
         paged = Paged.make(LENS, block_size, kv_heads, dim, dtype)
         query = torch.randn(sum(NEW), heads, dim, device=DEVICE, dtype=dtype)
@@ -56,14 +55,12 @@ class TestOnHopper:
     @pytest.mark.parametrize("cached", [0, 1, 16, 127, 128, 200])
     def test_around_every_boundary(self, length, cached):
         """A prompt, and the rest after a cached prefix, which shifts the diagonal against the tiles."""
-        torch.manual_seed(0)
         paged = Paged.make([cached + length], 16, 1, 128, torch.bfloat16)
         query = torch.randn(length, 2, 128, device=DEVICE, dtype=torch.bfloat16)
         assert_close(run(paged, query, [length]), paged.attention(query, [length]))
 
     def test_decodes_before_are_left_alone(self):
         """`first_seq` skips the sequences that the decode kernel serves."""
-        torch.manual_seed(0)
         new = [1, 1, 300]
         paged = Paged.make([9, 200, 700], 16, 2, 64, torch.bfloat16)
         query = torch.randn(sum(new), 8, 64, device=DEVICE, dtype=torch.bfloat16)
@@ -73,7 +70,6 @@ class TestOnHopper:
 
     def test_strided_queries(self):
         """Queries as they lie in a projection."""
-        torch.manual_seed(0)
         paged = Paged.make([400], 16, 4, 128, torch.bfloat16)
         whole = torch.randn(400, 3, 8, 128, device=DEVICE, dtype=torch.bfloat16)
         query = whole[:, 1]
@@ -83,7 +79,6 @@ class TestOnHopper:
 
     def test_no_race(self):
         """Nobody waits wrongly: hundreds of runs over poisoned output agree bit by bit."""
-        torch.manual_seed(0)
         lens = [1, 100, 128, 1000, 3000, 257]
         paged = Paged.make(lens, 16, 8, 128, torch.bfloat16)
         query = torch.randn(sum(lens), 16, 128, device=DEVICE, dtype=torch.bfloat16)
@@ -96,7 +91,6 @@ class TestOnHopper:
 
     def test_long_prompts_as_the_other_kernel(self):
         """32,768 tokens, more than a reference in float64 holds."""
-        torch.manual_seed(0)
         batch = make_batch([32_768], 16, False, DEVICE)
         cache = torch.randn(2, 2048, 2, 16, 128, device=DEVICE, dtype=torch.bfloat16).permute(0, 1, 3, 2, 4)
         query = torch.randn(32_768, 4, 128, device=DEVICE, dtype=torch.bfloat16)
@@ -131,9 +125,7 @@ def test_short_prompts_stay_where_they_were(head_dim):
 def test_long_prompts_are_sent_to_it(monkeypatch):
     """By the longest of the batch, and only where it may: in M4 and M5 a prompt of any length is the reader's own kernel's."""
     calls = []
-    variant = KernelVariant(
-        lambda config, *step: is_ahead(config.head_dim, *step), lambda *args, **_: calls.append("hopper")
-    )
+    variant = KernelVariant(lambda c, *step: is_ahead(c.head_dim, *step), lambda *args, **_: calls.append("hopper"))
     monkeypatch.setattr(triton_backend, "prefill", lambda *args, **_: calls.append("prefill"))
     monkeypatch.setattr(triton_backend, "kernel_variant", lambda kernel, device: variant)
     for lens, hopper in (([5000], True), ([7, 5000], True), ([5], False)):

@@ -1,7 +1,5 @@
 """Captured steps with prompts say and compute what the eager ones do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,9 +118,8 @@ def test_a_padded_step_is_the_same_step(step: PackedStep, more: int, decodes: in
     at = torch.tensor([*range(d), *range(bucket.num_decodes, bucket.num_decodes + n - d)])
     assert torch.equal(ids[:t], eager.input_ids) and torch.equal(positions[:t], eager.positions)
     assert torch.equal(slots[:t], eager.slot_mapping)
-    assert torch.equal(starts[at], eager.query_start_loc[:-1]) and torch.equal(
-        starts[at + 1], eager.query_start_loc[1:]
-    )
+    assert torch.equal(starts[at], eager.query_start_loc[:-1])
+    assert torch.equal(starts[at + 1], eager.query_start_loc[1:])
     assert torch.equal(padded.seq_lens[at], eager.seq_lens)
     assert torch.equal(padded.block_tables[at], eager.block_tables)
     assert torch.equal(padded.logits_indices[:n], eager.logits_indices)
@@ -143,7 +140,7 @@ def unpacked(tables: DeviceTables, parts: Parts[torch.Tensor], num_decodes: int)
 def test_answers_are_those_of_m1(pool: dict[str, Any], captured: list[Bucket]) -> None:
     """Over chunks, preemptions, prefix hits and aborts, for every way to draw, in a cache that is poison wherever no step has written."""
     served = engine(**pool)
-    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
+    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)
     for kind, arrival in (("seeded", "at_once"), ("greedy", "random_steps")):
         load = workload(kind, COUNT)
         load.check(serve(served, load.requests, arrival))
@@ -168,7 +165,7 @@ def test_a_graph_is_captured_once_and_every_width_serves(captured: list[Bucket])
     while served.has_unfinished_requests():
         assert [o.outputs[0].token_ids for o in served.step()] == [o.outputs[0].token_ids for o in eager.step()]
     assert len(set(captured)) > 4
-    runner = served.executor._worker.runner  # type: ignore[attr-defined]
+    runner = served.executor._worker.runner
     assert {bucket for bucket, _ in runner._other_graphs} == set(captured)
 
 
@@ -179,9 +176,9 @@ def test_what_is_not_captured(captured: list[Bucket], monkeypatch: pytest.Monkey
     while served.has_unfinished_requests():
         served.step()
     assert not captured
-    assert not any(engine(enforce_eager=True).executor._worker.runner._others.values())  # type: ignore[attr-defined]
+    assert not any(engine(enforce_eager=True).executor._worker.runner._others.values())
     monkeypatch.undo()
-    assert not any(engine().executor._worker.runner._others.values())  # type: ignore[attr-defined]
+    assert not any(engine().executor._worker.runner._others.values())
 
 
 @pytest.mark.gpu
@@ -190,7 +187,7 @@ def test_what_is_not_captured(captured: list[Bucket], monkeypatch: pytest.Monkey
 def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
     load, used = workload("seeded"), list[Bucket]()
     served = engine(device="cuda", dtype="float32", attention_backend="triton", **pool)
-    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
+    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, used)
         load.check(serve(served, load.requests, arrival), tol=0.05)

@@ -1,7 +1,5 @@
 """Log-probabilities of prompts: transformers' own, at every preset, in chunks, after preemption. Of two ranks: `test_tensor_parallel.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,9 +35,7 @@ def engine(name: str, **more: Any) -> LLMEngine:
 
 def requests() -> list[Request]:
     """Each prompt twice, so that the second finds it in the cache; some ask, with and without more of their answer."""
-    params = [
-        replace(GREEDY, prompt_logprobs=(0, 2, None)[i % 3], logprobs=(None, 1)[i % 2]) for i in range(12)
-    ]  # fmt: skip
+    params = [replace(GREEDY, prompt_logprobs=(0, 2, None)[i % 3], logprobs=(None, 1)[i % 2]) for i in range(12)]
     return [Request(p, own) for p, own in zip(prompts([1, 40, 9, 17, 33, 3], seed=11) * 2, params, strict=True)]
 
 
@@ -131,4 +127,4 @@ def test_as_many_as_the_engine_gives() -> None:
         served.add_request("r", [1, 2], SamplingParams(prompt_logprobs=4))
     with pytest.raises(ValueError, match="prompt_logprobs must be 0 or more"):
         SamplingParams(prompt_logprobs=-1)
-    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1  # type: ignore[arg-type]
+    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1

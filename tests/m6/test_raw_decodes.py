@@ -1,7 +1,5 @@
 """The decode kernels that take in the new tokens themselves: the same numbers as a kernel before them, and the same cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -75,7 +73,6 @@ def test_equals_the_two_kernels(
 @pytest.mark.parametrize("lens", [[1], [64], [65, 130], [2, 700, 0, 3000]], ids=str)
 def test_many_times_in_a_row_on_a_gpu(num_heads: int, lens: list[int]) -> None:
     """As it is launched: after a kernel that it overlaps with, over and over. What it asked for early must not be stale."""
-    torch.manual_seed(0)
     hkv, dim, num_seqs = 8, 128, len(lens)
     paged = Paged.make([n + 40 for n in lens], 16, hkv, dim, torch.bfloat16)
     cache, other = paged.kv_cache.nan_to_num(1.0), paged.kv_cache.nan_to_num(1.0)

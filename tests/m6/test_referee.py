@@ -1,7 +1,5 @@
 """`tools/referee.py` on a CPU: the engine's steps in one graph, and the check of their logits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,10 +14,8 @@ def test_the_engine_is_judged_by_the_comparisons_rules(capsys: pytest.CaptureFix
     assert referee.THEIRS in said
     assert "FoloVLLM, one graph of 3 steps" in said
     assert "all replays gave the tokens of the engine's own steps: yes" in said
-    ours, theirs = (
-        part.split(", ")
-        for part in said.partition("errors of FoloVLLM: ")[2].splitlines()[0].split("; of Hugging Face's bfloat16: ")
-    )
+    errors = said.partition("errors of FoloVLLM: ")[2].splitlines()[0]
+    ours, theirs = (part.split(", ") for part in errors.split("; of Hugging Face's bfloat16: "))
     assert all(0 < float(a) < 3 * float(b) for a, b in zip(ours, theirs, strict=True)), "rounding, and no more"
 
 

@@ -1,7 +1,5 @@
 """The ring: what a writer and its readers do, and in which order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -56,7 +54,7 @@ def watched(ring: Ring) -> list[str]:
         array.name, array.log = name, log
         setattr(ring, field, array)
     order = ring._order
-    ring._order = lambda: log.append(FENCE) or order()  # type: ignore[method-assign]
+    ring._order = lambda: log.append(FENCE) or order()
     return log
 
 
@@ -116,9 +114,7 @@ class TestRing:
         ring.write(message(2))
         later = ring.read(0, 1)
         assert later is not None and later.tolist() == [2], "a reader may ask for message 1 without message 0"
-        assert ring._taken.tolist() == [2, 0], (
-            "reader 0 asked for message 1 and is past it now, message 0 too, and reader 1 has taken nothing"
-        )
+        assert ring._taken.tolist() == [2, 0], "reader 0 is past message 1 and so past 0; reader 1 has taken nothing"
         ring.close()
 
     @given(st.lists(st.integers(0, 2), max_size=60))

@@ -1,7 +1,5 @@
 """Penalties and filters on the device, by row, against the sampler's: the same survivors, the same tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +11,7 @@ from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sample.sampling_row import WORDS_AT
 from folovllm.sampling_params import SamplingParams
-from tests.m6.devices import DEVICE
+from tests.contract import DEVICE
 from tests.sampling import set_rows, spec_of
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
@@ -26,19 +24,11 @@ from folovllm.kernels.sample_tokens import sample_tokens
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the logarithm of a min_p that is off
 
 EVERY_FILTER = [
-    {},
-    {"top_k": 1},
-    {"top_k": 50},
-    {"top_p": 0.9},
-    {"min_p": 0.05},
-    {"top_k": 20, "top_p": 0.8},
-    {"top_k": 30, "min_p": 0.2},
-    {"top_p": 0.95, "min_p": 0.1},
-    {"top_k": 40, "top_p": 0.7, "min_p": 0.02, "temperature": 0.6},
-    {"top_p": 0.5, "temperature": 3.0},
-    {"top_k": 5, "temperature": 0.0},
-    {"top_k": 10**6, "top_p": 1e-15},
-]
+    {}, {"top_k": 1}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.8},
+    {"top_k": 30, "min_p": 0.2}, {"top_p": 0.95, "min_p": 0.1},
+    {"top_k": 40, "top_p": 0.7, "min_p": 0.02, "temperature": 0.6}, {"top_p": 0.5, "temperature": 3.0},
+    {"top_k": 5, "temperature": 0.0}, {"top_k": 10**6, "top_p": 1e-15},
+]  # fmt: skip
 
 FEW_FILTERS = [EVERY_FILTER[i] for i in (2, 3, 7, 8, 9, 11)]
 
@@ -89,10 +79,8 @@ class Step:
         """What the kernels have kept, [S, V], of what they filtered or sampled last; all of it where a row has no filters."""
         fields = self.state.fields[self.rows.long()]
         adjusted = self.state.adjust(self.logits, self.rows, self.positions)
-        z, ids = (
-            adjusted / self.state.batch(self.rows, self.positions).temperature[:, None],
-            torch.arange(adjusted.shape[1], device=DEVICE),
-        )
+        z = adjusted / self.state.batch(self.rows, self.positions).temperature[:, None]
+        ids = torch.arange(adjusted.shape[1], device=DEVICE)
         threshold, last = self.work.threshold[:, None], self.work.last[:, None]
         return (fields[:, :1] & 1 == 0) | (z > threshold) | ((z == threshold) & (ids <= last))
 
@@ -114,10 +102,9 @@ class TestFilters:
         assert step.tokens() == tokens
         assert torch.equal(step.survivors(), kept > -torch.inf)
 
-    @pytest.mark.parametrize(
-        ("vocab_size", "dtype"),
-        [(1, torch.float32), (5, torch.float16), (259, torch.float32), (filters.TILE + 3, torch.float16)],
-    )
+    @pytest.mark.parametrize(("vocab_size", "dtype"), [
+        (1, torch.float32), (5, torch.float16), (259, torch.float32), (filters.TILE + 3, torch.float16),
+    ])  # fmt: skip
     def test_keeps_what_the_sampler_keeps(self, vocab_size: int, dtype: torch.dtype) -> None:
         self.check(spread(len(EVERY_FILTER), vocab_size, vocab_size, dtype), EVERY_FILTER)
 
@@ -240,10 +227,8 @@ class TestBadWords:
         rows, generator = torch.tensor([2, 3, 0, 1], dtype=torch.int32), torch.Generator().manual_seed(0)
         few = torch.tensor([3, 4, 31, 63, 95])
         for position in range(4, 12):
-            tokens, counted = (
-                few[torch.randint(5, (4,), generator=generator)],
-                torch.randint(4, (4,), generator=generator),
-            )
+            tokens = few[torch.randint(5, (4,), generator=generator)]
+            counted = torch.randint(4, (4,), generator=generator)
             positions = torch.full((4,), position, dtype=torch.int32)
             plain.record(tokens, rows, positions, counted)
             step = [tensor.to(DEVICE) for tensor in (tokens, rows, positions, counted)]

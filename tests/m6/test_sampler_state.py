@@ -1,7 +1,5 @@
 """Fields and lines by row, in torch: what the runner hands over, what sampling makes of it, and the log-probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -10,24 +8,15 @@ from hypothesis import strategies as st
 
 from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence
+from folovllm.sample import sampling_row
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState, bits_of
-from folovllm.sample.sampling_row import (
-    COMPLETES,
-    COUNT,
-    IN_PROMPT,
-    MAX_BAD_TOKENS,
-    MAX_BAD_WORDS,
-    WORDS_AT,
-    RowField,
-    about_to_end,
-    mask_of,
-)
+from folovllm.sample.sampling_row import COMPLETES, COUNT, IN_PROMPT, MAX_BAD_WORDS, WORDS_AT, RowField, mask_of
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SamplingSpec
-from tests.sampling import CPU, int32, sequence, set_rows, spec_of, state_of
+from tests.sampling import CPU, int32, sequence, set_rows, spec_of
 
 V = 120
 EVERY_RULE = [
@@ -147,22 +136,13 @@ class TestBadWords:
         set_rows(state, {0: spec})
         for n in range(known, len(answer) + 1):
             expected = {word[-1] for word in words if ends_with([*answer[:n]], word[:-1])}
-            assert self.forbidden(state, 0) == expected == set(about_to_end(words, answer[:n]))
+            assert self.forbidden(state, 0) == expected == set(sampling_row.about_to_end(words, answer[:n]))
             if n < len(answer):
                 state.record(torch.tensor(answer[n : n + 1]), int32(0), int32(4 + n))
 
-    def test_only_tokens_of_the_answer_count(self) -> None:
-        """A step that samples nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
-        state = state_of(spec_of(SamplingParams(), [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
-        assert self.forbidden(state, 0) == set()
-        state.record(torch.tensor([1]), int32(0), int32(1), int32(0))
-        assert self.forbidden(state, 0) == set()
-        state.record(torch.tensor([1]), int32(0), int32(1), int32(1))
-        assert self.forbidden(state, 0) == {2}
-
     def test_as_many_and_as_long_as_fit(self) -> None:
         """One word takes all the room, behind an answer that is longer than what is kept of it; then many short ones."""
-        longest = [(7 * i) % V for i in range(MAX_BAD_TOKENS)]
+        longest = [(7 * i) % V for i in range(sampling_row.MAX_BAD_TOKENS)]
         state, answer = SamplerState(1, V, CPU), [5, *longest[:-2]]
         for words, expected in (
             ([longest], {longest[-1]}),

@@ -1,7 +1,5 @@
 """Whatever a request asks for, M6 gives M1's answer, in pools of every kind, and no step waits for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -159,9 +157,7 @@ def test_plain_steps_take_the_plain_draw(monkeypatch: pytest.MonkeyPatch, specia
     runner = served.executor._worker.runner
     draw, calls = runner._row_sampler.sample, []
     monkeypatch.setattr(runner._row_sampler, "sample", lambda *args: calls.append(args) or draw(*args))
-    plain = {
-        i for i, draw in enumerate(EVERY_DRAW) if not draw.keys() - {"logprobs", "temperature", "stop", "max_tokens"}
-    }
+    plain = {i for i, d in enumerate(EVERY_DRAW) if not d.keys() - {"logprobs", "temperature", "stop", "max_tokens"}}
     serve(served, [request for i, request in enumerate(requests()) if i in plain or special])
     assert bool(calls) == special
 

@@ -1,7 +1,5 @@
 """What a rank holds, a function at a time: no process is started here, the ranks are computed one after the other."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +29,8 @@ class InItsFile:
         self.whole, self.shape, self.num_read = whole, whole.shape, 0
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        assert all(isinstance(each, slice) for each in (index if isinstance(index, tuple) else (index,))), (
-            f"a file gives slices alone, and was asked for {index}"
-        )
+        parts = index if isinstance(index, tuple) else (index,)
+        assert all(isinstance(each, slice) for each in parts), f"a file gives slices alone, and was asked for {index}"
         part = self.whole[index]
         self.num_read += part.numel()
         return part
@@ -42,22 +39,20 @@ class InItsFile:
 class TestColumnAndRow:
     def test_a_worked_case_of_column(self) -> None:
         weight = InItsFile(numbered(4, 2))
-        got = {"part": shard_column(weight, 1, 2), "numbers read": weight.num_read}  # type: ignore[arg-type]
+        got = {"part": shard_column(weight, 1, 2), "numbers read": weight.num_read}
         says = "rank 1 of 2 holds the last two of the rows [0, 1], [2, 3], [4, 5], [6, 7], and reads no others"
         worked_case("m6.6 column", got, {"part": [[4.0, 5.0], [6.0, 7.0]], "numbers read": 4}, says)
 
     def test_a_worked_case_of_row(self) -> None:
         weight = InItsFile(numbered(2, 4))
-        got = {"part": shard_row(weight, 1, 2), "numbers read": weight.num_read}  # type: ignore[arg-type]
+        got = {"part": shard_row(weight, 1, 2), "numbers read": weight.num_read}
         says = "rank 1 of 2 holds the last two columns of the rows [0, 1, 2, 3] and [4, 5, 6, 7], and reads no others"
         worked_case("m6.6 row", got, {"part": [[2.0, 3.0], [6.0, 7.0]], "numbers read": 4}, says)
 
     @given(size=SIZES, share=st.integers(1, 5), other=st.integers(1, 5))
     def test_the_ranks_together_are_the_whole(self, size: int, share: int, other: int) -> None:
         tall, wide, bias = numbered(size * share, other), numbered(other, size * share), torch.arange(size * share)
-        columns, rows = (
-            [cut(whole, r, size) for r in range(size)] for cut, whole in ((shard_column, tall), (shard_row, wide))
-        )
+        columns, rows = ([cut(w, r, size) for r in range(size)] for cut, w in ((shard_column, tall), (shard_row, wide)))
         assert {(*part.shape,) for part in columns} == {(share, other)}, "column cuts the rows of the weight: outputs"
         assert {(*part.shape,) for part in rows} == {(other, share)}, "row cuts the columns of the weight: inputs"
         assert torch.equal(torch.cat(columns), tall), "the ranks' rows, in the order of the ranks, are the whole"
@@ -69,10 +64,8 @@ class TestColumnAndRow:
     def test_an_mlp_by_hand(self, size: int) -> None:
         """A column cut, then a row cut: each rank alone up to one sum."""
         generator = torch.Generator().manual_seed(size)
-        gate, up, down, x = (
-            torch.randn(shape, generator=generator, dtype=torch.float64)
-            for shape in ((24, 8), (24, 8), (8, 24), (5, 8))
-        )
+        shapes = (24, 8), (24, 8), (8, 24), (5, 8)
+        gate, up, down, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
         total = torch.zeros(5, 8, dtype=torch.float64)
         for rank in range(size):
             own_gate, own_up = shard_column(gate, rank, size), shard_column(up, rank, size)
@@ -129,7 +122,7 @@ def embedding(weight: torch.Tensor, rank: int, size: int, all_reduce: Any) -> Sh
     layer = ShardedEmbedding.__new__(ShardedEmbedding)
     torch.nn.Module.__init__(layer)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.group = SimpleNamespace(rank=rank, size=size, all_reduce=all_reduce)  # type: ignore[assignment]
+    layer.group = SimpleNamespace(rank=rank, size=size, all_reduce=all_reduce)
     return layer
 
 
@@ -139,9 +132,7 @@ def looked_up(layer: ShardedEmbedding, ids: torch.Tensor) -> torch.Tensor:
         return layer(ids)
     except IndexError as error:
         held = f"rank {layer.group.rank} holds {len(layer.weight)} rows"
-        pytest.fail(
-            f"{held}, and an index outside of them was read ({error}): mask it before the look-up", pytrace=False
-        )
+        pytest.fail(f"{held}, and an index outside of them was read ({error}): mask it first", pytrace=False)
 
 
 class TestVocabParallelEmbedding:
@@ -187,7 +178,7 @@ class TestVocabParallelEmbedding:
     def test_one_rank_has_a_row_and_the_others_give_zeros(self, size: int) -> None:
         ids = torch.tensor([0, 9, 3, 4, 7, 8, 5, 4])
         weight, given = self.parts(ids, size)
-        assert torch.equal(sum(given), weight[ids]), "the ranks' parts add up to the rows of the whole embedding"  # type: ignore[arg-type]
+        assert torch.equal(sum(given), weight[ids]), "the ranks' parts add up to the rows of the whole embedding"
         owners = torch.stack([(part != 0).any(-1) for part in given])
         assert (owners.sum(0) == 1).all(), "one rank gives the row, the others zeros"
 
@@ -226,9 +217,8 @@ class TestVocabParallelArgmax:
 
     def test_a_rank_without_tokens_never_wins(self) -> None:
         scores = torch.tensor([[-torch.inf, -3.0], [-50.0, -torch.inf]])
-        assert best_of_ranks(scores, torch.tensor([[2, 2], [9, 9]], dtype=torch.int32))[1].tolist() == [9, 2], (
-            "a rank whose score is -inf has nothing to offer"
-        )
+        found = best_of_ranks(scores, torch.tensor([[2, 2], [9, 9]], dtype=torch.int32))[1]
+        assert found.tolist() == [9, 2], "a rank whose score is -inf has nothing to offer"
 
     def test_where_all_scores_are_minus_infinity(self) -> None:
         """They are equal scores like others."""

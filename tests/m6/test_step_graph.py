@@ -1,7 +1,5 @@
 """Capturing and replaying, on CPU and (marked) on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Kernels that a captured step is made of, against their torch twins."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -14,8 +12,8 @@ import torch.nn.functional as F
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.step.packed import NOTHING, Field
 from folovllm.worker.device_tables import DeviceTables
+from tests.contract import DEVICE
 from tests.m4.cases import Paged, assert_close, starts
-from tests.m6.devices import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
@@ -29,12 +27,9 @@ from folovllm.step.forward_batch import ForwardBatch
 
 
 def product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_eps: float | None = None,
-    gated: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, norm_eps: float | None = None, gated: bool = False,
     residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The same in float64, by torch."""
     normed = x.double() if norm_eps is None else F.rms_norm(x.double(), x.shape[1:], eps=norm_eps)
     y = F.linear(normed, weight.double())
@@ -58,10 +53,9 @@ class TestSmallLinear:
     def test_is_a_product(self, shape: tuple[int, int, int], dtype: torch.dtype, options: dict[str, Any]) -> None:
         """Rows of a larger tensor, with widths that fill no tile, added to a stream and not. The interpreter cuts bfloat16 off."""
         tokens, width, rows = shape
-        generator = torch.Generator().manual_seed(width)
-        x = (3 * torch.randn(tokens, width + 4, generator=generator)).to(DEVICE, dtype)[:, :width]
-        weight = torch.randn(rows * (1 + options.get("gated", False)), width, generator=generator) / width**0.5
-        weight, stream = weight.to(DEVICE, dtype), torch.randn(tokens, rows, generator=generator).to(DEVICE, dtype)
+        x = (3 * torch.randn(tokens, width + 4)).to(DEVICE, dtype)[:, :width]
+        weight = torch.randn(rows * (1 + options.get("gated", False)), width) / width**0.5
+        weight, stream = weight.to(DEVICE, dtype), torch.randn(tokens, rows).to(DEVICE, dtype)
         before, most = stream.clone(), {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}[dtype]
         for residual in (None, stream):
             expected = product(x, weight, residual=residual, **options)
@@ -131,9 +125,8 @@ def test_unpacking_decodes_in_one_kernel_is_unpacking_in_torch(block_size: int) 
     fields[Field.NEW_BLOCK] = [NOTHING, 300, 301, NOTHING, NOTHING, NOTHING]
     before = tables.block_tables.clone().to(DEVICE)
     lines = (int(Field.TOKEN), int(Field.ROW), int(Field.SEQ_LEN), int(Field.NEW_BLOCK))
-    ids, positions, slots, batch_tables = unpack_decode(
-        torch.from_numpy(fields).to(DEVICE), before, tables.last_token.to(DEVICE), block_size, lines
-    )
+    given = torch.from_numpy(fields).to(DEVICE), before, tables.last_token.to(DEVICE)
+    ids, positions, slots, batch_tables = unpack_decode(*given, block_size, lines)
     expected = tables.unpack_decode(torch.from_numpy(fields), max_blocks * block_size)
     assert torch.equal(ids.cpu(), expected.input_ids) and torch.equal(positions.cpu(), expected.positions)
     assert torch.equal(slots.cpu(), expected.slot_mapping) and torch.equal(before.cpu(), tables.block_tables)
@@ -175,7 +168,6 @@ def test_tiles_are_listed_once_each_and_padding_has_none(lens: list[int], rest: 
 
 
 def test_prefill_by_a_list_reads_and_writes_what_is_listed() -> None:
-    torch.manual_seed(0)
     lens, query_lens = [5, 20, 37, 0, 0], [5, 3, 20, 0, 12]
     paged = Paged.make(lens, 16, 1, 16)
     query = torch.randn(sum(query_lens), 2, 16, device=DEVICE)
@@ -192,7 +184,6 @@ def test_prefill_by_a_list_reads_and_writes_what_is_listed() -> None:
 ])  # fmt: skip
 def test_attention_of_a_padded_batch(decodes: list[int], chunks: list[tuple[int, int]]) -> None:
     """Room for four decodes, four prompts and 40 tokens. What no sequence owns is NaN, and its block numbers are wild."""
-    torch.manual_seed(0)
     d, n, room, tokens = len(decodes), len(chunks), 4, 40
     lens = [*decodes, *[0] * (room - d), *(length for _, length in chunks), *[0] * (5 - n)]
     new = [1] * d + [q for q, _ in chunks]

@@ -1,7 +1,5 @@
 """The order of things in one turn of the overlapped loop, with a scheduler and a device that only keep a log."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ class Script:
     def schedule(self) -> SchedulerOutput:
         name = self.steps[self.turn]
         self.log.append(f"schedule {name}".strip())
-        return SchedulerOutput((name,) if name else ())  # type: ignore[list-item]
+        return SchedulerOutput((name,) if name else ())
 
 
 class Loop(OverlappedEngine):
@@ -53,7 +51,7 @@ class Loop(OverlappedEngine):
         return [f"out {name}"]
 
 
-def run(*steps: str, waits: set[int] = frozenset(), turns: int = 0) -> tuple[list[str], list[list[Any]], Loop]:  # type: ignore[assignment]
+def run(*steps: str, waits: set[int] = frozenset(), turns: int = 0) -> tuple[list[str], list[list[Any]], Loop]:
     """All turns: the log, what each turn returned, and the loop."""
     loop = Loop(list(steps), waits, turns or len(steps))
     return loop.log, [loop.step_overlapped() for _ in steps], loop
@@ -71,9 +69,7 @@ class TestStepOverlapped:
             *("schedule d", "start d", "collect d"),
         ]
         returned = [[], ["out a"], ["out b"], ["out c"], ["out d"]]
-        says = (
-            "schedule and start the next step, then take in the one before; c first waits; the last is not left behind"
-        )
+        says = "start the next step, then take in the one before; c first waits; the last is not left behind"
         worked_case("m6.4", {"log": log, "returned": outputs}, {"log": expected, "returned": returned}, says)
 
     def test_what_was_taken_in_may_have_ended_the_last_request(self) -> None:
@@ -90,7 +86,6 @@ class TestStepOverlapped:
     @pytest.mark.parametrize("waits", [set(), {0}, {1, 2}, {3}, {0, 1, 2, 3, 4}])
     def test_every_step_arrives_once_and_in_order(self, waits: set[int]) -> None:
         log, outputs, _ = run("a", "b", "", "c", "d", waits=waits)
-        assert [out for turn in outputs for out in turn] == ["out a", "out b", "out c", "out d"], (
-            "each step is handed out once, and in order"
-        )
+        handed_out = [out for turn in outputs for out in turn]
+        assert handed_out == ["out a", "out b", "out c", "out d"], "each step is handed out once, and in order"
         assert sum(entry.startswith("start") for entry in log) == 4, "only steps that do something are started"

@@ -1,7 +1,5 @@
 """A product that adds up over ranks in its last lines, beside the product and the sum that are kernels of their own."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import socket
@@ -93,9 +91,6 @@ def test_the_boxes_are_large_enough(tokens: int) -> None:
     assert not can_handle(tokens, torch.empty(8 * MOST_PROGRAMS, 64, dtype=torch.bfloat16, device="meta"))
 
 
-# --- on GPUs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.multi_gpu
 def test_on_two_gpus_as_two_kernels(tmp_path: Path) -> None:
     """Whole numbers, so that every order of a sum gives the same; then a captured chain of sums, 1,000 times."""
@@ -125,11 +120,8 @@ def as_rank() -> str:
     chain = []
     for tokens in (1, 2, 4):
         for rows, width in GEOMETRIES[:6]:
-            x, weight, residual = (
-                whole_numbers(tokens, 2 * width),
-                whole_numbers(rows, 2 * width),
-                whole_numbers(tokens, rows),
-            )
+            x, weight = whole_numbers(tokens, 2 * width), whole_numbers(rows, 2 * width)
+            residual = whole_numbers(tokens, rows)
             own_x, own_weight = (part.chunk(2, 1)[rank].contiguous() for part in (x, weight))
             expected = (x.double() @ weight.double().T + residual.double()).bfloat16()
             parts = group.all_reduce(own_x.float() @ own_weight.float().T) + residual.float()

@@ -3,8 +3,6 @@
 Also what crosses between processes, and where a child process looks for modules.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator
@@ -81,9 +79,6 @@ class TestTwoRanks:
             test_prompt_logprobs.check(output, request.prompt, request.params.prompt_logprobs, family_of(name))
 
 
-# --- what crosses from process to process ---------------------------------------------------------------------------
-
-
 @given(rows=st.lists(st.lists(st.integers(0, 258), max_size=4), max_size=3), logprobs=st.lists(st.integers(0, 9)))
 def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
     specs = [SamplingSpec(seed=2**62 + i, top_p=0.5, forbidden=tuple(ends)) for i, ends in enumerate(rows)]
@@ -129,22 +124,16 @@ def test_readiness_is_remembered_until_it_is_asked_for() -> None:
 OWN = str(Path(folovllm.__file__).parents[1])
 
 
-@pytest.mark.parametrize(
-    ("here", "expected"),
-    [
-        (["/a", OWN, "/b"], ["/a", OWN, "/b"]),
-        (["", "/a", OWN], ["/a", OWN]),  # an interactive Python, this package installed
-        (["", "/a"], [OWN, "/a"]),  # found in the working directory
-        (["/a", "/a"], ["/a", OWN]),  # found by a finder of its own
-        ([Path("/b"), "/a", OWN], ["/a", OWN]),  # Python passes over what is no text
-    ],
-)
+@pytest.mark.parametrize(("here", "expected"), [
+    (["/a", OWN, "/b"], ["/a", OWN, "/b"]),
+    (["", "/a", OWN], ["/a", OWN]),  # an interactive Python, this package installed
+    (["", "/a"], [OWN, "/a"]),  # found in the working directory
+    (["/a", "/a"], ["/a", OWN]),  # found by a finder of its own
+    ([Path("/b"), "/a", OWN], ["/a", OWN]),  # Python passes over what is no text
+])  # fmt: skip
 def test_the_paths_of_this_process(here: list[Any], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", here)
     assert import_path().split(os.pathsep) == expected
-
-
-# --- on GPUs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.multi_gpu

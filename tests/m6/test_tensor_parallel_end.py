@@ -1,7 +1,5 @@
 """However an engine of several ranks ends, it ends soon, says why, and leaves nothing: no process, no file, no descriptor."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -160,12 +158,10 @@ def script() -> Iterator[Start]:
     """Starts programs of their own that have an engine, and names its ranks. None outlives a test that fails."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(
-        folder: Path, what: str, waits: bool = True, **environment: str
-    ) -> tuple[subprocess.Popen[str], list[int]]:
+    def start(folder: Path, what: str, waits: bool = True, **variables: str) -> tuple[subprocess.Popen[str], list[int]]:
         process = subprocess.Popen(
             two_ranks(what), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, env=os.environ | {"TMPDIR": str(folder)} | environment,
+            start_new_session=True, env=os.environ | {"TMPDIR": str(folder)} | variables,
         )  # fmt: skip
         started.append(process)
         assert process.stdout is not None
@@ -227,9 +223,6 @@ def in_session(leader: int) -> list[int]:
             with contextlib.suppress(ProcessLookupError):
                 found += [int(folder.name)] * (os.getsid(int(folder.name)) == leader)
     return found
-
-
-# --- on GPUs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.multi_gpu

@@ -1,7 +1,5 @@
 """Several machines, or so it seems: two torchruns on the loopback interface, one rank each; and a rank for each of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -43,10 +41,7 @@ def test_two_nodes(tmp_path: Path) -> None:
         output, _ = node.communicate(timeout=120)
         assert node.returncode == 0, output
     with LLM(model, device="cpu", max_model_len=128, max_num_seqs=4, use_tqdm=False) as alone:
-        params = [
-            SamplingParams(max_tokens=12, seed=5, ignore_eos=True),
-            SamplingParams(max_tokens=9, seed=6, top_p=0.8),
-        ]
-        answers = alone.generate([[1, 2, 3], [9] * 20], params, use_tqdm=False)
+        how = [SamplingParams(max_tokens=12, seed=5, ignore_eos=True), SamplingParams(max_tokens=9, seed=6, top_p=0.8)]
+        answers = alone.generate([[1, 2, 3], [9] * 20], how, use_tqdm=False)
     expected = [answer.outputs[0].token_ids for answer in answers]
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [expected, expected]

@@ -3,8 +3,6 @@
 The functions that cut a weight are the exercises of `test_shards.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,10 +63,9 @@ class TestSizes:
             num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner, hidden_size=96, vocab_size=259
         )  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("heads", "kv_heads", "inner", "size", "works"),
-        [(8, 2, 48, 3, "1, 2, 4, 8"), (6, 2, 48, 3, "1, 2, 6"), (8, 8, 48, 16, "1, 2, 4, 8"), (8, 4, 6, 4, "1, 2")],
-    )
+    @pytest.mark.parametrize(("heads", "kv_heads", "inner", "size", "works"), [
+        (8, 2, 48, 3, "1, 2, 4, 8"), (6, 2, 48, 3, "1, 2, 6"), (8, 8, 48, 16, "1, 2, 4, 8"), (8, 4, 6, 4, "1, 2"),
+    ])  # fmt: skip
     def test_sizes_that_do_not_work(self, heads: int, kv_heads: int, inner: int, size: int, works: str) -> None:
         with pytest.raises(ValueError, match=f"sizes that work are {works}$"):
             local_config(self.config(heads, kv_heads, inner), size)
@@ -82,25 +79,19 @@ class TestSizes:
             EngineConfig(milestone="m2", tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "size"),
-    [
-        ("qwen3", {}, 2),
-        ("qwen3", {}, 4),  # tied; its 2 KV heads are copied
-        ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}, 2),
-        ("qwen2", {"num_kv_heads": 4}, 4),
-        ("mistral", {"tied": False, "num_kv_heads": 1}, 2),
-        ("phi3", {}, 4),  # its checkpoints hold merged layers: each of their parts is cut
-    ],
-)
+@pytest.mark.parametrize(("family", "fields", "size"), [
+    ("qwen3", {}, 2),
+    ("qwen3", {}, 4),  # tied; its 2 KV heads are copied
+    ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}, 2),
+    ("qwen2", {"num_kv_heads": 4}, 4),
+    ("mistral", {"tied": False, "num_kv_heads": 1}, 2),
+    ("phi3", {}, 4),  # its checkpoints hold merged layers: each of their parts is cut
+])  # fmt: skip
 def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None:
     """Ranks that read their parts from the file compute the logits that transformers' model does."""
     path, tokens = tiny_checkpoint(family, **fields), prompts([23])[0]
-    setup = set_up(
-        EngineConfig(
-            model=str(path), device="cpu", tensor_parallel_size=size, use_tqdm=False, max_num_seqs=4, max_model_len=24
-        )
-    )
+    fields = {"device": "cpu", "tensor_parallel_size": size, "use_tqdm": False, "max_num_seqs": 4, "max_model_len": 24}
+    setup = set_up(EngineConfig(model=str(path), **fields))
 
     @torch.inference_mode()
     def work(group: ThreadGroup) -> torch.Tensor:
@@ -135,14 +126,11 @@ def test_random_weights_are_those_of_one_rank() -> None:
 K, DOWN = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda tensors: tensors.pop(K), rf"lacks {K}"),
-        (lambda tensors: tensors.update({"model.extra.weight": torch.ones(4)}), r"hold 'model\.extra\.weight'"),
-        (lambda tensors: tensors.update({DOWN: tensors[DOWN][:-2].clone()}), rf"{DOWN}' has shape"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda tensors: tensors.pop(K), rf"lacks {K}"),
+    (lambda tensors: tensors.update({"model.extra.weight": torch.ones(4)}), r"hold 'model\.extra\.weight'"),
+    (lambda tensors: tensors.update({DOWN: tensors[DOWN][:-2].clone()}), rf"{DOWN}' has shape"),
+])  # fmt: skip
 def test_a_rank_checks_the_weights_as_one_device_does(change: Any, says: str, tmp_path: Path) -> None:
     setup = two_ranks(altered(tmp_path, change))
     with pytest.raises(ValueError, match=says):

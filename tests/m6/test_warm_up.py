@@ -1,7 +1,5 @@
 """Nothing is compiled once requests are served: the start has met every variant of every kernel."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A weight format is one class: the same model over weights of another kind, whole, with fused layers, and in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -165,8 +163,7 @@ class TestApply:
     def test_folding_moves_a_factor_from_the_inputs_to_the_columns(self) -> None:
         layer, x, scale = self.layer(False), torch.randn(3, 6), torch.randn(6)
         expected = layer(x * scale)
-        assert fusable(layer.linear_method).can_fold(layer) and not fusable(layer.linear_method).can_fold(
-            self.layer(True)
-        )
-        fusable(layer.linear_method).fold(layer, scale)
+        method = fusable(layer.linear_method)
+        assert method.can_fold(layer) and not method.can_fold(self.layer(True))
+        method.fold(layer, scale)
         torch.testing.assert_close(layer(x), expected)

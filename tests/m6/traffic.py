@@ -1,7 +1,5 @@
 """Requests that take an engine through every kind of step, and a look at what Triton compiles meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -95,7 +93,7 @@ def assert_the_start_meets_every_variant(module: str, steps: int = 100) -> None:
         assert not engine["later"], f"{name}: {engine['later']}"
 
 
-def assert_nothing_is_compiled_after_the_start(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def watch_compiling(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Triton itself says what it compiles. What it knows from earlier tests it is made to forget first."""
     import triton
 
@@ -107,6 +105,11 @@ def assert_nothing_is_compiled_after_the_start(fields: dict[str, Any], monkeypat
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(f"{what['repr']} {what['key']}")
     )
+    return compiled
+
+
+def assert_nothing_is_compiled_after_the_start(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = watch_compiling(monkeypatch)
     engine = make_engine(EngineConfig(**{**FIELDS, "dtype": "bfloat16"} | fields))
     assert len(compiled) >= 9, f"the hook saw {compiled}"
     compiled.clear()

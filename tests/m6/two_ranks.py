@@ -16,11 +16,8 @@ FIELDS = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "use_tqdm": 
 
 if DO == "write":
     with LLM(MODEL, **FIELDS) as llm:
-        params = [
-            SamplingParams(max_tokens=12, seed=5, ignore_eos=True),
-            SamplingParams(max_tokens=9, seed=6, top_p=0.8),
-        ]
-        answers = llm.generate([[1, 2, 3], [9] * 20], params, use_tqdm=False)
+        how = [SamplingParams(max_tokens=12, seed=5, ignore_eos=True), SamplingParams(max_tokens=9, seed=6, top_p=0.8)]
+        answers = llm.generate([[1, 2, 3], [9] * 20], how, use_tqdm=False)
         Path(*FOLDER, os.environ["RANK"]).write_text(json.dumps([answer.outputs[0].token_ids for answer in answers]))
 else:
     llm = LLM(MODEL, **FIELDS)

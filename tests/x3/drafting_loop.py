@@ -1,7 +1,5 @@
 """Requests that come and go at random, over a device that only remembers: a scheduler with drafts, a cache, and nothing else."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -133,7 +131,7 @@ class Device:
         text = list(self.slots[table[before // self.size]][before % self.size]) if scheduled.start else []
         for position, token in enumerate(tokens, scheduled.start):
             text.append(token)
-            self.slots[table[position // self.size]][position % self.size] = tuple(text)  # type: ignore[call-overload]
+            self.slots[table[position // self.size]][position % self.size] = tuple(text)
         return text
 
 
@@ -198,9 +196,8 @@ class Loop:
         if self.flying is not None:
             output, seqs, sampled = self.flying
             self.flying = None
-            self.scheduler.postprocess(
-                [(seq, tokens) for seq, tokens in zip(seqs, sampled, strict=True) if not seq.status.is_finished]
-            )
+            pairs = zip(seqs, sampled, strict=True)
+            self.scheduler.postprocess([(seq, tokens) for seq, tokens in pairs if not seq.status.is_finished])
             self.kv.events.emit(ev.StepEnded(0, 0, 0, 0, output, StepResult(sampled, {}), 0, 0))
             self.kv.events.drain()
             for seq in self.scheduler.running:
@@ -210,10 +207,7 @@ class Loop:
         """Nobody gives way to a draft, no answer waits for one, and none is beyond an answer's greatest length."""
         for scheduled, seq in zip(output.scheduled_seqs, self.scheduler.sequences(output), strict=True):
             assert scheduled.end < seq.num_prompt_tokens + seq.max_tokens
-        size, drafted = (
-            self.kv.block_size,
-            [scheduled for scheduled in output.scheduled_seqs if scheduled.num_samples > 1],
-        )
+        size, drafted = self.kv.block_size, [s for s in output.scheduled_seqs if s.num_samples > 1]
         if output.preempted:
             assert all(-(-scheduled.end // size) == -(-(scheduled.start + 1) // size) for scheduled in drafted)
         elif drafted:

@@ -1,7 +1,5 @@
 """Folders of random EAGLE-3 heads, as they are published, and the head's definition as a plain loop."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

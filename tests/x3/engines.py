@@ -64,7 +64,7 @@ def speculative(proposer: Proposer, k: int = 3) -> dict[str, Any]:
 
 def speculation_of(engine: LLMEngine) -> Speculation:
     """What the engine knows of its drafts."""
-    found: Speculation = engine.scheduler.speculation  # type: ignore[attr-defined]
+    found: Speculation = engine.scheduler.speculation
     return found
 
 

@@ -1,7 +1,5 @@
 """A draft head that is no elective's: it reads the last hidden state, shares embedding and head, and can be computed by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

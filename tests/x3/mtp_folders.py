@@ -1,7 +1,5 @@
 """Hybrid checkpoints with a random head for multi-token prediction, as they are published, and the head as a plain loop."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -31,9 +29,7 @@ def with_head(folder: Path, target: Path, letters: list[int], seed: int = 0, sta
     hidden = config["hidden_size"]
     shapes = {name.replace(f"model.layers.{full}.", "mtp.layers.0."): t.shape for name, t in own.items()}
     shapes |= {"mtp.fc.weight": torch.Size([hidden, 2 * hidden])}
-    shapes |= {
-        f"mtp.{name}.weight": torch.Size([hidden]) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-    }
+    shapes |= {f"mtp.{n}.weight": torch.Size([hidden]) for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
     head = {name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}
     save_file(tensors | (in_stacks(head) if stacked else head), folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -1,7 +1,5 @@
 """x3.2: which of the sampled tokens plain decoding would have sampled as well."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +49,4 @@ def test_it_is_the_text_of_plain_decoding(drafts: list[int], at: int, seed: int)
         plain.append(model(plain))
         if plain[-1] != draft:
             break
-    assert accept(sampled, drafts) == plain, (
-        f"of {sampled}, sampled with the draft {drafts}, plain decoding has {plain}"
-    )
+    assert accept(sampled, drafts) == plain, f"sampled {sampled}, drafted {drafts}: plain decoding has {plain}"

@@ -1,7 +1,5 @@
 """The proposers by name, in the real engine: the text is plain decoding's, and where drafts do not pay there are none."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,11 +39,9 @@ def test_each_method_writes_the_same_text() -> None:
         config = {"method": method, "num_speculative_tokens": 3, "adaptive": method == "ngram", **model}
         llm = LLM("stories-5m", **COMMON, speculative_config=config)
         assert answers(llm) == plain, method
-        counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
+        counts = llm.engine.scheduler.speculation
         assert isinstance(counts.policy, AdaptiveLength if method == "ngram" else FixedLength)
-    assert counts.num_accepted > 0.4 * counts.num_draft_tokens, (
-        "a draft that was distilled from the model agrees with it"
-    )
+    assert counts.num_accepted > 0.4 * counts.num_draft_tokens, "a distilled draft agrees with its model"
 
 
 @pytest.mark.parametrize("wait", [0.0, 5.0])
@@ -56,14 +52,14 @@ def test_what_was_timed_at_the_start_changes_no_text(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(extension, "measure_steps", lambda *_: cost)
     llm = LLM("stories-5m", **COMMON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     assert answers(llm) == plain
-    assert llm.engine.scheduler.speculation.policy.cost is cost  # type: ignore[attr-defined]
+    assert llm.engine.scheduler.speculation.policy.cost is cost
 
 
 @pytest.mark.parametrize("milestone", ["m2", "m6"])
 def test_the_cost_of_steps_is_measured(milestone: str) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM(str(tiny_checkpoint()), milestone=milestone, **COMMON, speculative_config=config) as llm:
-        cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
+        cost = llm.engine.scheduler.speculation.policy.cost
         assert cost.curve.widths[:-1].tolist() == [1, 2, 4, 8]
         assert 0 < cost.of_plain(1) <= cost.of_plain(8) <= cost.of_verifying(8)
 
@@ -84,7 +80,7 @@ def test_drafts_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Timer, "drafting", lambda *_: 0.0)
     setup = set_up(EngineConfig(model=str(tiny_checkpoint()), **COMMON))
     cost = costs((1.0, 9.0), (1.0, 1.0))
-    measure_drafting(SimpleNamespace(num_kv_blocks=64), setup, Anything(), 4, cost)  # type: ignore[arg-type]
+    measure_drafting(SimpleNamespace(num_kv_blocks=64), setup, Anything(), 4, cost)
     assert (cost.first_draft_token, cost.per_draft_token) == (0.0, 0.0)
 
 
@@ -121,7 +117,7 @@ def test_on_a_gpu(method: str) -> None:
     plain = answers(LLM("stories-5m", **common))
     llm = LLM("stories-5m", **common, speculative_config=config)
     assert answers(llm) == plain
-    counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
+    counts = llm.engine.scheduler.speculation
     assert counts.num_draft_tokens > 0
     if method == "draft_model":
         assert counts.num_accepted > 0.4 * counts.num_draft_tokens

@@ -73,9 +73,8 @@ class TestBestDraftLengths:
         assert found == [0, 0], "nobody has a draft, so there is nothing to ask for"
 
     def test_a_gain_below_the_margin_is_none(self) -> None:
-        found = [
-            best_draft_lengths(np.ones(1), np.array([0.5]), costs((1.0, 2.0), (1.0, 1.25)), 2, m) for m in (1.19, 1.21)
-        ]
+        cost = costs((1.0, 2.0), (1.0, 1.25))
+        found = [best_draft_lengths(np.ones(1), np.array([0.5]), cost, 2, m) for m in (1.19, 1.21)]
         assert found == [[1], [0]], "one draft token is 1.2 times as fast as none"
 
     @pytest.mark.parametrize(("seconds", "margin"), [(1.0, 1.5), (1.5, 1.0)])
@@ -83,9 +82,7 @@ class TestBestDraftLengths:
         """One draft token makes 1.5 tokens, and all numbers here are exact in binary."""
         cost = costs((1.0, 2.0), (1.0, seconds))
         found = best_draft_lengths(np.ones(1), np.array([0.5]), cost, 1, margin)
-        says = (
-            f"1.5 tokens in {seconds} s are exactly {margin} times as fast as one token a second, and it must be more"
-        )
+        says = f"1.5 tokens in {seconds} s are exactly {margin} times as fast as one a second: it must be more"
         assert found == [0], f"{says}: [0], not {found}"
 
     def test_a_draft_model_writes_as_far_as_the_longest_draft(self) -> None:
@@ -107,11 +104,10 @@ class TestBestDraftLengths:
             width = sum(h * k for (h, _), k in zip(rows, chosen, strict=True))
             silent = prod(1 - h for h, _ in rows)
             some = 1 - silent
-            return tokens / (
-                silent * cost.of_plain(len(rows)) + some * cost.of_verifying(len(rows) + width / some) + wait
-                if any(chosen)
-                else cost.of_plain(len(rows))
-            )
+            seconds = plain = cost.of_plain(len(rows))
+            if any(chosen):
+                seconds = silent * plain + some * cost.of_verifying(len(rows) + width / some) + wait
+            return tokens / seconds
 
         found = best_draft_lengths(hits, acceptances, cost, 3)
         best = max(product(range(4), repeat=len(rows)), key=speed)

@@ -1,7 +1,5 @@
 """Schedulers with drafts over a device that only remembers: whatever is drafted, it reads what it should."""
 
-from __future__ import annotations
-
 import random
 
 import hypothesis.strategies as st

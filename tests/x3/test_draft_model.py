@@ -1,7 +1,5 @@
 """A draft model drafts what it would write alone, whatever was accepted or rejected before."""
 
-from __future__ import annotations
-
 import weakref
 from random import Random
 from typing import Any
@@ -46,9 +44,8 @@ def alone() -> LLM:
 def written(alone: LLM, state: RowState, k: int) -> list[int]:
     """What the model writes behind the text by itself."""
     spec = state.sampling
-    params = SamplingParams(
-        temperature=spec.temperature, top_k=spec.top_k, seed=spec.seed, max_tokens=k, ignore_eos=True
-    )
+    kept = {"temperature": spec.temperature, "top_k": spec.top_k, "seed": spec.seed}
+    params = SamplingParams(**kept, max_tokens=k, ignore_eos=True)
     return list(alone.generate([state.token_ids.tolist()], params)[0].outputs[0].token_ids)
 
 
@@ -94,9 +91,7 @@ def test_who_is_not_asked_makes_room(alone: LLM) -> None:
     states = [state(i, [i + 1] * 20, SAMPLING["greedy"]) for i in range(3)]
     for now in states + states[:1]:
         assert proposer.propose(now, 3) == written(alone, now, 3)
-    assert [bool(draft) for draft in proposer.propose_all(states, [3, 3, 3])].count(True) == 2, (
-        "two rows, three sequences"
-    )
+    assert [bool(draft) for draft in proposer.propose_all(states, [3, 3, 3])].count(True) == 2, "2 rows, 3 sequences"
     for now in states:
         proposer.finish(now.seq_id)
     assert (len(proposer._rows), len(proposer._free)) == (2, 16), "rows and blocks come back"
@@ -108,9 +103,7 @@ def test_no_draft_token_beyond_the_context() -> None:
 
 
 @pytest.mark.parametrize(("milestone", "method"), [("m3", "draft_model"), ("m6", "ngram+draft_model")])
-def test_a_closed_engine_holds_no_weights_of_its_draft(
-    milestone: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_engine_holds_no_draft_weights(milestone: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even while somebody holds the engine. An engine of the same process may need the memory."""
     made: list[DraftModel] = []
     begin = DraftModel.__init__
@@ -120,7 +113,7 @@ def test_a_closed_engine_holds_no_weights_of_its_draft(
     fields: dict[str, Any] = {"milestone": milestone, "device": "cpu", "max_model_len": LENGTH, "use_tqdm": False}
     llm = LLM(model, **fields, max_num_seqs=2, speculative_config=config)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    weights = weakref.ref(made[0]._executor._worker.runner.model)  # type: ignore[attr-defined]
+    weights = weakref.ref(made[0]._executor._worker.runner.model)
     llm.close()
     llm.close()
     assert weights() is None

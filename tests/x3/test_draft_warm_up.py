@@ -1,7 +1,5 @@
 """With drafts, too, no kernel is compiled while requests wait."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.m6.traffic import assert_the_start_meets_every_variant

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from folovllm.electives.spec_decode.draft_steps import draft_buckets
 from folovllm.electives.spec_decode.head_proposer import HeadProposer
 from folovllm.electives.spec_decode.proposer import RowState
 from folovllm.llm import LLM
+from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker import graph_runner
 from folovllm.worker.buckets import prompt_bucket
@@ -88,19 +90,33 @@ def hidden_states(target: Path, tokens: tuple[int, ...]) -> tuple[torch.Tensor, 
     return torch.cat(states), model.get_input_embeddings().weight.detach()
 
 
-def check_drafts(drafted: Drafted, folder: Path, target: Path, layers: list[int], texts: list[list[int]]) -> int:
-    """Each draft is the plain loop's, up to a close call. Returns how many tokens were compared."""
+Plain = Callable[[tuple[int, ...], list[int], int], tuple[list[int], float]]
+
+
+def num_compared(drafted: Drafted, load: list[Request], outputs: list[RequestOutput], plain: Plain) -> int:
+    """Each draft is the plain loop's (of a whole text, its beginning and k), up to a close call. How many tokens were compared."""
+    texts = [(*one.prompt, *out.outputs[0].token_ids) for one, out in zip(load, outputs, strict=True)]
     count = 0
     for text, draft in drafted.found:
-        whole = next(tuple(one) for one in texts if one[: len(text)] == text)
-        states, embedding = hidden_states(target, whole)
-        plain = PlainHead(folder, target, embedding)
-        own = states[layers][:, : len(text) - 1].transpose(0, 1)
-        wanted, margin = plain.drafts(own, text, len(draft))
+        whole = next(one for one in texts if one[: len(text)] == tuple(text))
+        wanted, margin = plain(whole, text, len(draft))
         if margin > CLOSE:
             assert draft == wanted, f"behind {len(text)} tokens"
             count += len(draft)
     return count
+
+
+def check_drafts(
+    drafted: Drafted, folder: Path, target: Path, load: list[Request], outputs: list[RequestOutput], layers: tuple[int, ...] = (0, 1, 2)
+) -> int:  # fmt: skip
+    """As `num_compared`, beside the published definition."""
+
+    def plain(whole: tuple[int, ...], text: list[int], k: int) -> tuple[list[int], float]:
+        states, embedding = hidden_states(target, whole)
+        own = states[list(layers)][:, : len(text) - 1].transpose(0, 1)
+        return PlainHead(folder, target, embedding).drafts(own, text, k)
+
+    return num_compared(drafted, load, outputs, plain)
 
 
 def random_case(rng: random.Random) -> tuple[Path, dict[str, Any], list[int]]:
@@ -122,9 +138,7 @@ def random_case(rng: random.Random) -> tuple[Path, dict[str, Any], list[int]]:
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_sixty_random_heads_draft_as_the_published_definition(
-    part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixty_random_heads_draft_as_published(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, accepted = 0, 0
     drafted = Drafted().watch(monkeypatch)
     for number in range(10 * part, 10 * part + 10):
@@ -144,23 +158,35 @@ def test_sixty_random_heads_draft_as_the_published_definition(
         drafted.found.clear()
         engine = make_engine(**fields, **eagle(folder, rng.randint(1, 4)))
         outputs = serve(engine, load)
-        texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
-        count += check_drafts(drafted, folder, target, layers, texts)
+        count += check_drafts(drafted, folder, target, load, outputs, tuple(layers))
         accepted += speculation_of(engine).num_accepted
         engine.close()
     assert count > 150 and accepted > 20, "drafts were compared, behind accepted ones, too"
 
 
 @cache
+def whole_head() -> Path:
+    """A head that knows all ids: what it drafts shows any number that is wrong."""
+    return write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint())
+
+
+@cache
+def head_of(*ids: int) -> Path:
+    """A head that knows these alone."""
+    return only(write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint()), list(ids))
+
+
 def letters_head() -> Path:
-    """A head that knows the letters alone."""
-    return only(write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint()), LETTERS)
+    return head_of(*LETTERS)
 
 
-@pytest.mark.parametrize(
-    ("preset", "adaptive", "method"),
-    [("m2", False, "eagle3"), ("m5", False, "eagle3"), ("m6", True, "eagle3"), ("m6", False, "ngram+eagle3")],
-)
+def few_head() -> Path:
+    return head_of(*FEW)
+
+
+@pytest.mark.parametrize(("preset", "adaptive", "method"), [
+    ("m2", False, "eagle3"), ("m5", False, "eagle3"), ("m6", True, "eagle3"), ("m6", False, "ngram+eagle3"),
+])  # fmt: skip
 def test_all_that_a_sample_depends_on_is_kept(preset: str, adaptive: bool, method: str) -> None:
     """Penalties, grammars, stop strings, log-probabilities: what every proposer must keep."""
     pair = demanding_pair(preset)
@@ -191,30 +217,16 @@ def test_however_steps_are_made(how: str, monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair.of(load, **fields)
     if how == "captured":  # steps with prompts and with drafts, as on a GPU
         monkeypatch.setattr(TorchPagedBackend, "supports_prompt_graph", True)
-        monkeypatch.setattr(
-            graph_runner, "buckets_for", lambda *_: [prompt_bucket(80, 2), prompt_bucket(80, 8), *draft_buckets(24)]
-        )
+        buckets = [prompt_bucket(80, 2), prompt_bucket(80, 8), *draft_buckets(24)]
+        monkeypatch.setattr(graph_runner, "buckets_for", lambda *_: buckets)
     drafted, folder = Drafted().watch(monkeypatch), few_head()
     engine = make_engine(**pair.fields, **eagle(folder))
     outputs = serve(engine, load)
     pair.check(outputs)
     assert engine.core.num_preemptions > 0 or how != "few blocks"
-    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
     if how != "FP8 cache":  # its hidden states are others
-        assert check_drafts(drafted, folder, tiny_checkpoint(), [0, 1, 2], texts) > 4 * count
+        assert check_drafts(drafted, folder, tiny_checkpoint(), load, outputs) > 4 * count
     assert speculation_of(engine).num_accepted > 0
-
-
-@cache
-def few_head() -> Path:
-    """A head that knows three letters."""
-    return only(write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint()), FEW)
-
-
-@cache
-def whole_head() -> Path:
-    """A head that knows all ids: what it drafts shows any number that is wrong."""
-    return write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint())
 
 
 def test_a_chain_writes_to_no_block_of_another_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +235,7 @@ def test_a_chain_writes_to_no_block_of_another_sequence(monkeypatch: pytest.Monk
     load = [Request(one, params) for one in prompts([12] * 3, seed=8)]
     drafted = Drafted().watch(monkeypatch)
     outputs = serve(make_engine(milestone="m6", block_size=4, **eagle(whole_head())), load)
-    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
-    assert check_drafts(drafted, whole_head(), tiny_checkpoint(), [0, 1, 2], texts) > 120
+    assert check_drafts(drafted, whole_head(), tiny_checkpoint(), load, outputs) > 120
 
 
 @pytest.mark.parametrize("top_k", [0, 250], ids=["plain", "filtered"])
@@ -237,22 +248,28 @@ def test_drafts_are_sampled_by_the_noise_of_their_positions(top_k: int) -> None:
     assert made.num_accepted > 0.7 * made.num_draft_tokens > 20
 
 
+def begin_alike(params: SamplingParams) -> list[Request]:
+    (first,) = prompts([22], seed=2)
+    return [Request([*first[:n], *tail], params) for n, tail in ((22, []), (20, [7, 8]), (22, [9]), (13, [1]))]
+
+
+def served_one_by_one(pair: Pair, head: dict[str, Any]) -> list[RequestOutput]:
+    """Requests that begin alike find one block of four tokens less than is cached."""
+    engine, hits, outputs = make_engine(**pair.fields, **head), [0], list[RequestOutput]()
+    for one in pair.requests:
+        outputs += serve(engine, [one])
+        hits.append(engine.scheduler.kv.stats.tokens_hit)
+    pair.check(outputs)
+    assert hits == [0, 0, 16, 32, 40]
+    return outputs
+
+
 def test_a_prefix_hit_brings_no_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of a hit is computed again; the head's K/V of the others are found, and drafts are the same."""
-    (first,) = prompts([22], seed=2)
-    load = [Request([*first[:n], *tail], GREEDY) for n, tail in ((22, []), (20, [7, 8]), (22, [9]), (13, [1]))]
-    pair = Pair.of(load, milestone="m6", block_size=4)
-    drafted, folder, hits = Drafted().watch(monkeypatch), few_head(), []
-    engine = make_engine(**pair.fields, **eagle(folder))
-    outputs = []
-    for one in load:
-        before = engine.scheduler.kv.stats.tokens_hit  # type: ignore[union-attr]
-        outputs += serve(engine, [one])
-        hits.append(engine.scheduler.kv.stats.tokens_hit - before)  # type: ignore[union-attr]
-    pair.check(outputs)
-    assert hits == [0, 16, 16, 8], "one block less than is cached"
-    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
-    assert check_drafts(drafted, folder, tiny_checkpoint(), [0, 1, 2], texts) > 20
+    load = begin_alike(GREEDY)
+    drafted, folder = Drafted().watch(monkeypatch), few_head()
+    outputs = served_one_by_one(Pair.of(load, milestone="m6", block_size=4), eagle(folder))
+    assert check_drafts(drafted, folder, tiny_checkpoint(), load, outputs) > 20
 
 
 def test_a_folder_of_speculators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,21 +289,7 @@ def test_a_folder_of_speculators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     drafted = Drafted().watch(monkeypatch)
     load = [Request(prompts([9])[0], GREEDY)]
     outputs = serve(make_engine(milestone="m6", model=str(target), **eagle(folder)), load)
-    texts = [[*load[0].prompt, *outputs[0].outputs[0].token_ids]]
-    assert check_drafts(drafted, folder, target, layers, texts) > 5
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_two_ranks() -> None:
-    """Each has the whole head, beside its part of the model."""
-    pair = demanding_pair("m6")
-    engine = make_engine(**pair.fields, tensor_parallel_size=2, **eagle(letters_head()))
-    try:
-        pair.check(serve(engine, pair.requests))
-        assert speculation_of(engine).num_accepted > 2
-    finally:
-        engine.close()
+    assert check_drafts(drafted, folder, target, load, outputs, tuple(layers)) > 5
 
 
 def wrong(folder: Path, **given: Any) -> Path:
@@ -322,30 +325,29 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_head_that_does_not_fit_is_refused_before_weights_are_loaded(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil, sentence = BAD[what]
+def test_a_head_that_does_not_fit_is_refused_early(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil, says = BAD[what]
     folder = spoil(only(write_head(tmp_path / "head", tiny_checkpoint()), LETTERS))
+    assert_refused(monkeypatch, folder, says, **eagle(folder))
+
+
+def assert_refused(monkeypatch: pytest.MonkeyPatch, folder: Path, says: str, **fields: Any) -> None:
     monkeypatch.setattr("folovllm.models.loader.load_model", None)
-    with pytest.raises(ValueError, match=sentence) as raised:
-        make_engine(milestone="m6", **eagle(folder))
+    with pytest.raises(ValueError, match=says) as raised:
+        make_engine(milestone="m6", **fields)
     assert str(folder) in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "given", "sentence"),
-    [
-        ({}, {"method": "mtp"}, "Qwen3ForCausalLM has none"),
-        ({}, {"method": "eagle3"}, '"eagle3" needs a head'),
-        ({}, {"method": "eagle3", "model": 5}, "must be a text, not 5"),
-        ({}, {"method": "mtp", "model": "x"}, "no other method takes one"),
-        ({}, {"method": "eagle3+draft_model", "model": "x"}, "do not work together"),
-        ({"milestone": "m1"}, {"method": "mtp"}, "steps of several tokens"),
-        ({"model": str(tiny_checkpoint("llama", architectures=["MistralForCausalLM"], sliding_window=8))},
-         {"method": "eagle3", "model": "head"}, "sliding window"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "given", "sentence"), [
+    ({}, {"method": "mtp"}, "Qwen3ForCausalLM has none"),
+    ({}, {"method": "eagle3"}, '"eagle3" needs a head'),
+    ({}, {"method": "eagle3", "model": 5}, "must be a text, not 5"),
+    ({}, {"method": "mtp", "model": "x"}, "no other method takes one"),
+    ({}, {"method": "eagle3+draft_model", "model": "x"}, "do not work together"),
+    ({"milestone": "m1"}, {"method": "mtp"}, "steps of several tokens"),
+    ({"model": str(tiny_checkpoint("llama", architectures=["MistralForCausalLM"], sliding_window=8))},
+     {"method": "eagle3", "model": "head"}, "sliding window"),
+])  # fmt: skip
 def test_what_cannot_have_a_head(fields: dict[str, Any], given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make_engine(**{"milestone": "m6", **fields}, speculative_config=given)
@@ -355,12 +357,9 @@ def test_the_embedded_head() -> None:
     """On stories that it has not seen it is right nearly always; seeded texts stay the same, too."""
     asked = ["Tell me a story about a brave cat named Mia.", "Tell me a story about a green boat."]
     with LLM("stories-5m", device="cpu", max_model_len=256, use_tqdm=False) as llm:
-        tokens = [
-            llm.engine.tokenizer.apply_chat_template(
-                [{"role": "user", "content": one}], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            for one in asked
-        ]
+        chats = [[{"role": "user", "content": one}] for one in asked]
+        tokenizer, how = llm.engine.tokenizer, {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        tokens = [tokenizer.apply_chat_template(chat, **how) for chat in chats]
     load = [Request(one, SamplingParams(temperature=0, max_tokens=60)) for one in tokens]
     load += [Request(one, SamplingParams(temperature=0.8, seed=4, max_tokens=60)) for one in tokens]
     pair = Pair.of(load, model="stories-5m", milestone="m6", max_model_len=256)

@@ -1,7 +1,5 @@
 """Drafts where an engine is short of room, is interrupted, or has two ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -94,14 +92,14 @@ def test_only_what_comes_behind_drafts_waits() -> None:
     flying = in_flight_at_each_start(engine, request)
     assert {count for count, behind_drafts in flying if behind_drafts} == {1}
     assert {count for count, behind_drafts in flying[1:] if not behind_drafts} == {2}, "no step waits for a draft"
-    speculation_of(engine).policy.lengths = lambda seq_ids: [0] * len(seq_ids)  # type: ignore[method-assign]
+    speculation_of(engine).policy.lengths = lambda seq_ids: [0] * len(seq_ids)
     assert set(in_flight_at_each_start(engine, request)[1:]) == {(2, False)}
 
 
 def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[int, bool]]:
     """For each step how many are on the device when it has started, and whether the one before it had drafts."""
     engine.add_request("a", request.prompt, request.params)
-    submit, flying, counts, had_drafts = engine.executor.submit, [0], [], [False]  # type: ignore[attr-defined]
+    submit, flying, counts, had_drafts = engine.executor.submit, [0], [], [False]
 
     class Pending:
         def __init__(self, inner: Any) -> None:
@@ -118,10 +116,10 @@ def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[i
         had_drafts.append(any(scheduled.num_samples > 1 for scheduled in output.scheduled_seqs))
         return Pending(pending)
 
-    engine.executor.submit = start  # type: ignore[attr-defined]
+    engine.executor.submit = start
     while engine.has_unfinished_requests():
         engine.step()
-    engine.executor.submit = submit  # type: ignore[attr-defined]
+    engine.executor.submit = submit
     return counts
 
 
@@ -141,9 +139,7 @@ def test_a_step_samples_no_more_than_there_is_room_for(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("milestone", ["m5", "m6"])
-def test_requests_that_come_beside_as_many_drafts_as_there_can_be(
-    milestone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_beside_as_many_drafts_as_there_can_be(milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each samples too, in the step that admits it: there is room for all of them."""
     for place in (speculative_scheduler, extension):
         monkeypatch.setattr(place, "max_samples", lambda max_num_seqs: 9)

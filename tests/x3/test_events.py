@@ -1,7 +1,5 @@
 """Who listens to the events of an engine with drafts knows what its parts know; and what a configuration may say."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -52,7 +50,7 @@ def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
 def test_watcher_recording_digest_and_log(milestone: str) -> None:
     served = engine(milestone, **speculative(Anything(), k=5))
     taped = Taped(served, seed=7)
-    served.core.executor = NoJudge(served.executor.num_kv_blocks, taped.die)  # type: ignore[assignment]
+    served.core.executor = NoJudge(served.executor.num_kv_blocks, taped.die)
     served.history = []
     traced = Trace()
     served.subscribe(traced)
@@ -60,16 +58,12 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
         taped.turn()
     made, aggregator = speculation_of(served), Aggregator(has_prefix_cache=True)
     assert made.num_draft_tokens > made.num_accepted > 0
-    counted = [
-        (event.num_draft_tokens, event.num_accepted) for event in taped.seen if type(event).__name__ == "DraftsVerified"
-    ]
-    assert [made.num_drafts, made.num_draft_tokens, made.num_accepted] == [
-        len(counted),
-        *map(sum, zip(*counted, strict=True)),
-    ]
-    for event in taped.seen:
-        if type(event).__name__ == "DraftsVerified":
-            stats = aggregator.take([event], []).stats
+    checks = [event for event in taped.seen if isinstance(event, DraftsVerified)]
+    assert made.num_drafts == len(checks)
+    assert made.num_draft_tokens == sum(event.num_draft_tokens for event in checks)
+    assert made.num_accepted == sum(event.num_accepted for event in checks)
+    for event in checks:
+        stats = aggregator.take([event], []).stats
     assert (stats.num_drafts, stats.num_draft_tokens) == (made.num_drafts, made.num_draft_tokens)
     assert sum(step.num_draft_tokens for step in served.history) == made.num_draft_tokens
     told = [step_line(step) for step in served.history if step.num_draft_tokens]
@@ -80,12 +74,8 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     rejected = [entry.rejected for entry in entries if isinstance(entry, lines.DraftsVerified)]
     assert rejected == list(rejected_of(taped.seen)), "the wrong ones, by name"
     spans = Counter(span["name"] for span in traced.events() if span["pid"] == REQUESTS and span["ph"] == "X")
-    assert sum(spans[f"verify {k}"] for k in range(1, 6)) == sum(
-        scheduled.num_samples > 1
-        for event in taped.seen
-        if isinstance(event, StepEnded)
-        for scheduled in event.output.scheduled_seqs
-    )
+    shares = [s for event in taped.seen if isinstance(event, StepEnded) for s in event.output.scheduled_seqs]
+    assert sum(spans[f"verify {k}"] for k in range(1, 6)) == sum(share.num_samples > 1 for share in shares)
     assert kinds >= {"DraftsVerified", "TableCut"} - ({"TableCut"} if milestone == "m2" else set())
 
 

@@ -56,7 +56,7 @@ class DeadEnd:
 
 
 def manager_of(seq: Any) -> StructuredOutputManager:
-    manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
+    manager = StructuredOutputManager(None, 32)
     manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[9])
     return manager
 
@@ -95,33 +95,29 @@ def test_what_is_sampled_where_the_grammar_cannot_be_reached_does_not_count() ->
     assert sampled == [[]] and manager.broken([seq]) == [seq]
 
 
+def with_grammar(max_tokens: int, stop_token_ids: Sequence[int] = (), **grammar: Any) -> Any:
+    """A sequence of three tokens whose answer has a grammar."""
+    return sequence(
+        [1, 1, 1], max_tokens, structured_outputs=StructuredOutputsParams(**grammar), stop_token_ids=[*stop_token_ids]
+    )
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["cd", "ce"]}}, "required": ["b"]}
 GRAMMARS: list[dict[str, Any]] = [
-    {"regex": r"(abc|abd)+(ef)?g{2,5}"},
-    {
-        "json": {
-            "type": "object",
-            "properties": {"a": {"type": "boolean"}, "b": {"enum": ["cd", "ce"]}},
-            "required": ["b"],
-        }
-    },
-    {"choice": ["abcabc", "abdeee"]},
-]
+    {"regex": r"(abc|abd)+(ef)?g{2,5}"}, {"json": OBJECT}, {"choice": ["abcabc", "abdeee"]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("few", [16, 0], ids=["in turn", "on threads"])
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: next(iter(grammar)))
-def test_masks_behind_drafts_are_those_of_one_after_the_other(
-    grammar: dict[str, Any], few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_behind_drafts_as_one_by_one(grammar: dict[str, Any], few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Along texts that are sampled at random from the masks; some drafts are what comes, some are not allowed."""
     monkeypatch.setattr(guidance, "FEW", few)
     rng = random.Random(1)
     manager = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE)
     num_forced = 0
     for _ in range(6):
-        seq, other = sequence([1, 1, 1], 40), sequence([1], 40)
-        seq.request.params.structured_outputs = StructuredOutputsParams(**grammar)
-        other.request.params.structured_outputs = StructuredOutputsParams(**GRAMMARS[0])
+        seq, other = with_grammar(40, **grammar), with_grammar(40, **GRAMMARS[0])
         manager.add([seq])
         manager.add([other])
         text, place = [], manager._matchers[seq].copy()
@@ -148,9 +144,7 @@ def test_masks_behind_drafts_are_those_of_one_after_the_other(
 def test_a_stop_token_that_is_text_completes_no_grammar() -> None:
     """The grammar allows "a" all the way. That the request stops at an "a" does not mean that the answer may end."""
     a, b, c = tiny_tokenizer().encode("abc")
-    manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
-    seq.request.params.structured_outputs = StructuredOutputsParams(regex="[a-c]{3}")
-    seq.request.params.stop_token_ids = [a]
+    manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), with_grammar(8, [a], regex="[a-c]{3}")
     manager.add([seq])
     masks = manager.bitmasks(step(seq, [b, c, b]), [seq])
     assert [ids_of(words) for words in masks.bits] == [[a, b, c]] * 3 + [sorted([a, *seq.eos_token_ids])]
@@ -158,8 +152,7 @@ def test_a_stop_token_that_is_text_completes_no_grammar() -> None:
 
 def test_no_end_before_min_tokens_where_the_grammar_goes_on() -> None:
     a, b = tiny_tokenizer().encode("ab")
-    manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
-    seq.request.params.structured_outputs = StructuredOutputsParams(regex="ab*")
+    manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), with_grammar(8, regex="ab*")
     seq.request.params.min_tokens = 3
     manager.add([seq])
     matcher, ends = manager._matchers[seq], sorted(seq.eos_token_ids)
@@ -176,10 +169,8 @@ def test_requests_to_a_model_without_ends_have_each_their_own(prepared: bool) ->
     if prepared:
         manager.prepare([])
     for end, other in [(x, y), (y, x), (x, y), *((int(id_), x) for id_ in tiny_tokenizer().encode("0123456789"))]:
-        seq = sequence([1, 1, 1], 8)
+        seq = with_grammar(8, [end], regex="[a-cxy][a-c]{2}")
         seq.eos_token_ids = frozenset()
-        seq.request.params.structured_outputs = StructuredOutputsParams(regex="[a-cxy][a-c]{2}")
-        seq.request.params.stop_token_ids = [end]
         manager.add([seq])
         matcher, seen = manager._matchers[seq], []
         for token in [other, b, c]:
@@ -211,8 +202,7 @@ def test_a_grammar_that_was_asked_for_before_is_not_compiled_again(monkeypatch: 
     monkeypatch.setattr(manager_module, "MOST_GRAMMARS", 2)
     manager = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE)
     for letter in "aabababcba":  # b is kept, for it was used after a
-        seq = sequence([1, 1, 1], 8)
-        seq.request.params.structured_outputs = StructuredOutputsParams(regex=letter)
+        seq = with_grammar(8, regex=letter)
         manager.add([seq])
         assert manager._matchers[seq].forced() == tiny_tokenizer().encode(letter)
     assert [grammar.regex for grammar, _ in compiled] == ["a", "b", "c", "a"]
@@ -256,25 +246,22 @@ class Noting(FixedLength):
 def test_a_draft_that_the_grammar_rejects_counts_as_none() -> None:
     seq, policy = sequence([1, 1, 1], 8), Noting(2)
     seq.num_computed_tokens = 2
-    manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
+    manager = StructuredOutputManager(None, 32)
     manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[1])
     assert Speculation(Ones(), policy, manager).propose([seq], 8, 0) == {}
     assert policy.seen == [(0, 0)], "or it would be asked again and again"
 
 
-@pytest.mark.parametrize(
-    ("forced", "draft", "seen"),
-    [
-        ([], [1, 1, 1], []),  # nothing is forced: the proposer's draft
-        ([7, 8], [7, 8], [(0, 0)]),  # the proposer says something else: the grammar's tokens, and no draft
-        ([1, 1, 1, 1], [1, 1, 1], [(0, 0)]),  # it says no more than the grammar
-        ([1], [1, 1, 1], []),  # it goes on behind what is forced
-    ],
-)
+@pytest.mark.parametrize(("forced", "draft", "seen"), [
+    ([], [1, 1, 1], []),  # nothing is forced: the proposer's draft
+    ([7, 8], [7, 8], [(0, 0)]),  # the proposer says something else: the grammar's tokens, and no draft
+    ([1, 1, 1, 1], [1, 1, 1], [(0, 0)]),  # it says no more than the grammar
+    ([1], [1, 1, 1], []),  # it goes on behind what is forced
+])  # fmt: skip
 def test_jump_forward_tokens_and_drafts(forced: list[int], draft: list[int], seen: list[tuple[int, int]]) -> None:
-    seq = sequence([1, 1, 1], 8, structured_outputs=StructuredOutputsParams(regex=".*"))
+    seq = with_grammar(8, regex=".*")
     seq.num_computed_tokens, policy = 2, Noting(3)
-    speculation = Speculation(Ones(), policy, Forces(forced))  # type: ignore[arg-type]
+    speculation = Speculation(Ones(), policy, Forces(forced))
     assert speculation.propose([seq], 8, 0) == {seq.seq_id: draft}
     assert policy.seen == seen
     speculation.verified(seq, len(draft), 1)
@@ -287,8 +274,8 @@ def test_jump_forward_tokens_go_into_a_step_where_they_pay(pays: bool) -> None:
         def propose(self, state: RowState, k: int) -> list[int]:
             return []
 
-    seq = sequence([1, 1, 1], 8, structured_outputs=StructuredOutputsParams(regex=".*"))
+    seq = with_grammar(8, regex=".*")
     seq.num_computed_tokens = 2
-    speculation = Speculation(Silent(), Noting(3, pays), Forces([5, 6]))  # type: ignore[arg-type]
+    speculation = Speculation(Silent(), Noting(3, pays), Forces([5, 6]))
     assert speculation.propose([seq], 8, 0) == ({seq.seq_id: [5, 6]} if pays else {})
     assert speculation.propose_from <= 1, "the next step is asked for as well"

@@ -1,7 +1,5 @@
 """The arithmetic of a draft head: its input, its chain, and what survives a rejection."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,9 +49,7 @@ class TestInputs:
         hidden, before = column([*range(len(positions))]), column([-1 - s for s in range(len(seqs))])
         got_positions, got = head_inputs(torch.tensor(positions), hidden, torch.tensor(sequence), before)
         wanted = [t - 1 if t and sequence[t - 1] == s else -1 - s for t, s in enumerate(sequence)]
-        assert got[:, 0].tolist() == wanted, (
-            f"tokens of sequences {sequence}: state t is called t, and what was kept of sequence s -1 - s"
-        )
+        assert got[:, 0].tolist() == wanted, f"sequences {sequence}: state t is called t, sequence s's kept one -1 - s"
         assert got_positions.tolist() == [position - 1 for position in positions], "one less than the token's own"
 
 
@@ -140,9 +136,7 @@ class TestKept:
         found = [self.before(kept, 0, start) for start in (8, 9, 10, 11)]
         assert found == [70, 80, 90, 100], f"any of the four may be the last that was accepted: {found}"
         self.step(kept, 0, 9, [91])
-        assert self.before(kept, 0, 10) == 91, (
-            "the rejected token's state was replaced by that of the token in its place"
-        )
+        assert self.before(kept, 0, 10) == 91, "the rejected token's state was replaced by its successor's"
 
     def test_nothing_before_a_text_or_of_another_sequence(self) -> None:
         kept = self.kept()

@@ -1,7 +1,5 @@
 """Whatever is drafted, an answer is the one that plain decoding gives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -31,13 +29,10 @@ LETTERS = [int(id_) for id_ in tiny_tokenizer().encode("abcdefghijklmnop")]
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=14, ignore_eos=True, allowed_token_ids=LETTERS)
 
 
-@pytest.mark.parametrize(
-    ("preset", "kind", "drafts"),
-    [
-        ("m2", "seeded", "often"), ("m5", "greedy", "random"),
-        ("m6", "greedy", "right"), ("m6", "seeded", "wrong"), ("m6", "greedy", "random"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("preset", "kind", "drafts"), [
+    ("m2", "seeded", "often"), ("m5", "greedy", "random"),
+    ("m6", "greedy", "right"), ("m6", "seeded", "wrong"), ("m6", "greedy", "random"),
+])  # fmt: skip
 def test_the_text_is_that_of_transformers(preset: str, kind: str, drafts: str) -> None:
     load = workload(kind, count=6)
     proposer = make_proposer(drafts, [request.prompt for request in load.requests], load.answers)

@@ -1,7 +1,5 @@
 """The head within a hybrid model's checkpoint drafts what the published definition drafts, and no text changes."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile
@@ -15,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from folovllm.electives.rollouts.sleep import sleep, wake_up
 from folovllm.electives.rollouts.weights import update_weights
+from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts
 from tests.workloads import Request, serve
 from tests.x3.engines import Pair, make_engine, speculation_of
 from tests.x3.mtp_folders import PlainMtp, with_head
-from tests.x3.test_eagle3 import CLOSE, Drafted, hidden_states
+from tests.x3.test_eagle3 import Drafted, assert_refused, begin_alike, hidden_states, num_compared, served_one_by_one
 from tests.x3.test_lossless import LETTERS, demanding
 from tests.x5.checkpoints import hybrid_checkpoint
 
@@ -45,17 +44,13 @@ def random_case(rng: random.Random, folder: Path, experts: bool) -> Path:
     return with_head(folder, target, FEW, rng.randint(0, 99), stacked=experts and rng.random() < 0.5)
 
 
-def check_drafts(drafted: Drafted, folder: Path, texts: list[list[int]]) -> int:
+def check_drafts(drafted: Drafted, folder: Path, load: list[Request], outputs: list[RequestOutput]) -> int:
     """Each draft is the plain loop's, up to a close call. Returns how many tokens were compared."""
-    plain, count = PlainMtp(folder), 0
-    for text, draft in drafted.found:
-        whole = next(tuple(one) for one in texts if one[: len(text)] == text)
-        states, _ = hidden_states(folder, whole)
-        wanted, margin = plain.drafts(states[-1, : len(text) - 1], text, len(draft))
-        if margin > CLOSE:
-            assert draft == wanted, f"behind {len(text)} tokens"
-            count += len(draft)
-    return count
+    head = PlainMtp(folder)
+    return num_compared(
+        drafted, load, outputs,
+        lambda whole, text, k: head.drafts(hidden_states(folder, whole)[0][-1, : len(text) - 1], text, k),
+    )  # fmt: skip
 
 
 def run(folder: Path, load: list[Request], drafted: Drafted, k: int, **fields: Any) -> tuple[int, int]:
@@ -65,15 +60,12 @@ def run(folder: Path, load: list[Request], drafted: Drafted, k: int, **fields: A
     engine = make_engine(**pair.fields, **mtp(k))
     outputs = serve(engine, load)
     pair.check(outputs)
-    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
-    return check_drafts(drafted, folder, texts), speculation_of(engine).num_accepted
+    return check_drafts(drafted, folder, load, outputs), speculation_of(engine).num_accepted
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("part", range(3))
-def test_thirty_random_heads_of_each_kind(
-    part: int, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_heads_of_each_kind(part: int, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, accepted, drafted = 0, 0, Drafted().watch(monkeypatch)
     for number in range(10 * part, 10 * part + 10):
         rng = random.Random(number)
@@ -101,25 +93,20 @@ def test_what_a_sample_depends_on_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("milestone", "experts"), [("m2", True), ("m6", False)])
-def test_an_update_reaches_the_head(
-    milestone: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_reach_the_head(milestone: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a folder, as a mapping, and one tensor after the other; without its tensors it keeps its own."""
     target = hybrid_checkpoint("qwen3_5_moe_text" if experts else "qwen3_next", "LF", tied=False)
     old, new = (with_head(tmp_path / str(seed), target, FEW, seed, stacked=experts) for seed in (1, 2))
     load = [Request(prompt, GREEDY) for prompt in prompts([20, 5], seed=3)]
-    engine = make_engine(
-        milestone=milestone, model=str(old), **({} if milestone == "m2" else {"block_size": 4}), **mtp()
-    )
+    blocks = {} if milestone == "m2" else {"block_size": 4}
+    engine = make_engine(milestone=milestone, model=str(old), **blocks, **mtp())
     drafted, tensors = Drafted().watch(monkeypatch), load_file(new / "model.safetensors")
     alone = {name: w for name, w in tensors.items() if not name.startswith("mtp.")}
     first = next(name for name in tensors if name.startswith("mtp."))
 
     def check(folder: Path) -> None:
         drafted.found.clear()
-        outputs = serve(engine, load)
-        texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
-        assert check_drafts(drafted, folder, texts) > 10
+        assert check_drafts(drafted, folder, load, serve(engine, load)) > 10
 
     check(old)
     for weights in new, alone, old, tensors, old, iter(tensors.items()), alone:
@@ -141,56 +128,24 @@ def test_an_update_reaches_the_head(
     check(old)  # what it began with
 
 
-CROWDED: dict[str, dict[str, Any]] = {
-    "few blocks": {"num_kv_blocks": 40, "enable_prefix_caching": False},
-    "short chunks": {"max_num_batched_tokens": 16},
-    "one at a time": {"async_scheduling": False},
-    "triton": {"attention_backend": "triton", "dtype": "float32", "block_size": 16},
-}
-
-
-@pytest.mark.parametrize("how", CROWDED)
-def test_however_steps_are_made(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    count, length = (6, 12) if how != "triton" else (2, 4)
+@pytest.mark.parametrize("how", [
+    {"num_kv_blocks": 40, "enable_prefix_caching": False}, {"max_num_batched_tokens": 16}, {"async_scheduling": False},
+    {"attention_backend": "triton", "dtype": "float32", "block_size": 16},
+], ids=str)  # fmt: skip
+def test_however_steps_are_made(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    count, length = (2, 4) if "dtype" in how else (6, 12)
     params = SamplingParams(temperature=0, max_tokens=2 * length, ignore_eos=True)
     load = [Request(one, params) for one in prompts([length] * count, seed=8)]
-    fields = {"milestone": "m6", "block_size": 4, "max_model_len": 40, "snapshot_interval": 8, **CROWDED[how]}
+    fields = {"milestone": "m6", "block_size": 4, "max_model_len": 40, "snapshot_interval": 8, **how}
     compared, _ = run(a_model(), load, Drafted().watch(monkeypatch), 3, **fields)
     assert compared > 3 * count
 
 
 def test_a_prefix_hit_brings_no_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence begins at the last snapshot before the last block that is cached; drafts are the same."""
-    (first,) = prompts([22], seed=2)
-    load = [Request([*first[:n], *tail], GREEDY) for n, tail in ((22, []), (20, [7, 8]), (22, [9]), (13, [1]))]
+    load, drafted = begin_alike(GREEDY), Drafted().watch(monkeypatch)
     pair = Pair.of(load, model=str(a_model()), milestone="m6", block_size=4, snapshot_interval=4)
-    drafted, hits, outputs = Drafted().watch(monkeypatch), [], []
-    engine = make_engine(**pair.fields, **mtp())
-    kv: Any = engine.scheduler.kv
-    for one in load:
-        before = kv.stats.tokens_hit
-        outputs += serve(engine, [one])
-        hits.append(kv.stats.tokens_hit - before)
-    pair.check(outputs)
-    assert hits == [0, 16, 16, 8], "one block less than is cached"
-    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
-    assert check_drafts(drafted, a_model(), texts) > 20
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_two_ranks() -> None:
-    """Each has the whole head, with all experts, beside its part of the model."""
-    load = [Request(one, GREEDY) for one in prompts([9, 5, 14], seed=8)]
-    model = hybrid_checkpoint("qwen3_5_moe_text", "LF", tied=False)
-    folder = with_head(Path(tempfile.mkdtemp()) / "model", model, FEW, stacked=True)
-    pair = Pair.of(load, model=str(folder), milestone="m6", block_size=4)
-    engine = make_engine(**pair.fields, tensor_parallel_size=2, **mtp())
-    try:
-        pair.check(serve(engine, load))
-        assert speculation_of(engine).num_accepted > 2
-    finally:
-        engine.close()
+    assert check_drafts(drafted, a_model(), load, served_one_by_one(pair, mtp())) > 20
 
 
 def test_random_weights() -> None:
@@ -225,17 +180,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_head_that_does_not_fit_is_refused_before_weights_are_loaded(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil, sentence = BAD[what]
+def test_a_head_that_does_not_fit_is_refused_early(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil, says = BAD[what]
     target = hybrid_checkpoint("qwen3_5_moe_text", "LF", tied=False)
     folder = with_head(tmp_path / "model", target, FEW, stacked=True)
     changed(folder, **spoil)
-    monkeypatch.setattr("folovllm.models.loader.load_model", None)
-    with pytest.raises(ValueError, match=sentence) as raised:
-        make_engine(model=str(folder), milestone="m6", **mtp())
-    assert str(folder) in str(raised.value)
+    assert_refused(monkeypatch, folder, says, model=str(folder), **mtp())
 
 
 @pytest.mark.gpu

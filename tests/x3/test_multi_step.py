@@ -1,7 +1,5 @@
 """A multi-step decode samples what its steps would sample one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def executor(device: str = "cpu", **more: object) -> MultiStepExecutor:
     fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "num_kv_blocks": 3 * BLOCKS, **more}
-    config = EngineConfig(model=str(tiny_checkpoint()), device=device, block_size=BLOCK, use_tqdm=False, **fields)  # type: ignore[arg-type]
+    config = EngineConfig(model=str(tiny_checkpoint()), device=device, block_size=BLOCK, use_tqdm=False, **fields)
     setup = set_up(config)
     return make_multi_step_executor(setup, DraftTokens.for_multi_step(LONGEST, setup))
 
@@ -55,10 +53,8 @@ class Writers:
                 start = self._ends[row] + i
                 tokens = np.array([9 + row + i], np.int32) if i < num_given else no_tokens()
                 if i < length:
-                    blocks = self._blocks(row, start, start + 1)
-                    scheduled_seqs.append(
-                        ScheduledSequence(row, row, start, start + 1, tokens, blocks, -(-start // BLOCK), 1, None)
-                    )
+                    blocks, at = self._blocks(row, start, start + 1), -(-start // BLOCK)
+                    scheduled_seqs.append(ScheduledSequence(row, row, start, start + 1, tokens, blocks, at, 1, None))
             found.append(SchedulerOutput(tuple(scheduled_seqs)))
         self._ends = [end + length for end, length in zip(self._ends, lengths, strict=True)]
         return found
@@ -94,12 +90,9 @@ def test_only_plain_decodes() -> None:
     (step,) = writers.steps([1, 1], 1)
     first, second = step.scheduled_seqs
     for scheduled in (
-        first._replace(end=first.end + 1),
-        first._replace(num_samples=0),
-        first._replace(sampling=SPECS["greedy"]),
-        first._replace(new_blocks=(1, 2)),
-        second,
-    ):
+        first._replace(end=first.end + 1), first._replace(num_samples=0), first._replace(sampling=SPECS["greedy"]),
+        first._replace(new_blocks=(1, 2)), second,
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="a multi-step decode has decodes of one token"):
             device.submit_steps([SchedulerOutput((scheduled,))])
 

@@ -110,9 +110,7 @@ class TestLookup:
     def test_a_draft_is_no_part_of_the_text(self) -> None:
         lookup = Lookup(1, 3)
         lookup.extend([1, 2, 1])
-        assert lookup.propose(4) == [2, 1, 2, 1], (
-            "behind the end of the text, copy what was copied, not the text's beginning"
-        )
+        assert lookup.propose(4) == [2, 1, 2, 1], "behind the text's end copy what was copied, not its beginning"
         assert lookup.tokens == [1, 2, 1], f"a draft is not accepted yet, but the text is now {lookup.tokens}"
 
     def test_a_token_costs_the_same_however_long_the_text_is(self) -> None:
@@ -124,9 +122,7 @@ class TestLookup:
             writes, Text.reads = counted.writes, 0
             lookup.extend([length % 7])
             assert counted.writes - writes <= 3, f"token {length} noted more than one run of each length"
-            assert Text.reads <= 30, (
-                f"token {length}: {Text.reads} tokens of the text were read to note three short runs"
-            )
+            assert Text.reads <= 30, f"token {length}: {Text.reads} tokens were read to note three short runs"
             Text.reads = 0
             lookup.propose(2)
             assert Text.reads <= 30, f"a draft in a text of {length} read {Text.reads} tokens of it to copy two"
@@ -142,9 +138,7 @@ class TestLookup:
         lookup.propose(k)
         lookup.extend(text[cut:])
         expected = searched(text, shortest, shortest + more, k)
-        assert lookup.propose(k) == expected, (
-            f"{text} with runs of {shortest} to {shortest + more}: a search finds {expected}"
-        )
+        assert lookup.propose(k) == expected, f"{text}, runs of {shortest} to {shortest + more}: {expected}"
 
 
 class TestProposer:

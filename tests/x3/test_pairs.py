@@ -1,7 +1,5 @@
 """`pair_up` and `start_chain`, the kernels, against the same in torch: any step, with padding, and with rows that keep nothing."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A step takes draft tokens from the device by their placeholder ids, whatever else a sample depends on, and whoever watches."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -51,9 +49,8 @@ def test_drafts_are_right_where_little_else_counts(rooms: None) -> None:
     """One request each; if the drafts of one kind were wrong, fewer than 0.7 would be right."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True)
     kinds: list[dict[str, Any]] = [{"presence_penalty": 0.1}, {"top_k": 40, "top_p": 0.98}, {"logprobs": 2}]
-    load = [
-        Request(prompt, replace(params, **kind)) for prompt, kind in zip(prompts([3, 9, 16], 2), kinds, strict=True)
-    ]
+    pairs = zip(prompts([3, 9, 16], 2), kinds, strict=True)
+    load = [Request(prompt, replace(params, **kind)) for prompt, kind in pairs]
     pair = Pair.of(load, max_num_seqs=3, **BLOCKS["m6"])
     engine = drafting(max_num_seqs=3)
     pair.check(serve(engine, pair.requests))
@@ -73,18 +70,6 @@ def test_sequences_that_give_way(preset: str, fields: dict[str, Any]) -> None:
     assert engine.stats().preemptions > 0 and speculation_of(engine).num_accepted > 20
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_ranks_are_sent_tokens() -> None:
-    load = workload("seeded", count=4)
-    engine = drafting(max_num_seqs=4, tensor_parallel_size=2)
-    try:
-        load.check(serve(engine, load.requests))
-        assert speculation_of(engine).num_accepted > 20
-    finally:
-        engine.close()
-
-
 def test_who_watches_sees_tokens() -> None:
     """So does a recording, which hears of a step before its drafts are known."""
     load, seen, data = workload("greedy", count=4), list[Event](), bytearray()
@@ -93,12 +78,7 @@ def test_who_watches_sees_tokens() -> None:
     recorder = Recorder(engine, data.extend)
     load.check(serve(engine, load.requests))
     recorder.close()
-    drafts = [
-        scheduled.token_ids
-        for event in seen
-        if isinstance(event, StepEnded)
-        for scheduled in event.output.scheduled_seqs
-    ]
+    drafts = [s.token_ids for event in seen if isinstance(event, StepEnded) for s in event.output.scheduled_seqs]
     assert max(map(len, drafts)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in drafts)
     turns = [turn for name, *_, turn in map(json.loads, data.decode().splitlines()) if name == "Turn"]
     rejected = [token for turn in turns for name, *_, last in turn if name == "DraftsVerified" for token in last]

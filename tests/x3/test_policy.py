@@ -1,7 +1,5 @@
 """The policy by itself: averages, probes, rests, and what steps are charged with. In an engine: `test_two_percent`, `test_draft_sits_out`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from random import Random
@@ -75,24 +73,6 @@ def test_a_head_that_is_never_right_is_asked_less_and_less_and_comes_back() -> N
     assert [step(3) for _ in range(16)][8:] == [True] * 8
 
 
-def test_steps_that_take_longer_than_expected_end_drafts_that_are_all_right() -> None:
-    """With many sequences the host works for each draft. The step seems to cost 2 plain ones for 4 tokens, and takes 6."""
-    policy = AdaptiveLength(StepCost(Curve((1.0, 512.0), (1.0, 1.0)), 1.0), 3, TRUSTED)
-    seconds = tokens = 0.0
-    while tokens < 40_000:
-        if any(lengths := policy.lengths(range(8))):
-            policy.observe_drafting(8, 3, sum(lengths), 0.0)
-            for seq_id, length in enumerate(lengths):
-                if length:
-                    policy.observe(seq_id, length, length)
-            took = 6.0 if all(lengths) else 2.0
-            policy.observe_steps(8, took, True)
-            seconds, tokens = seconds + took, tokens + 8 + sum(lengths)
-        else:
-            seconds, tokens = seconds + 1 + policy.rest, tokens + 8 * (1 + policy.rest)
-    assert seconds < 1.01 * tokens / 8 + 3 * policy.SLACK
-
-
 def test_what_drafts_have_won_may_be_lost_again() -> None:
     policy = policy_of()
     assert policy.lengths([0]) == [0]
@@ -109,9 +89,7 @@ def test_what_drafts_have_won_may_be_lost_again() -> None:
 @pytest.mark.parametrize("wait", [0.1, 1.5])
 @pytest.mark.parametrize("num_seqs", [1, 8])
 @pytest.mark.parametrize("first", [UNKNOWN, TRUSTED], ids=["lookup", "draft model"])
-def test_at_any_acceptance_under_two_percent_are_lost(
-    first: Acceptance, num_seqs: int, wait: float, asking: float
-) -> None:
+def test_under_two_percent_are_lost(first: Acceptance, num_seqs: int, wait: float, asking: float) -> None:
     """Costs and acceptance are given, and nothing is timed."""
     for hit, rate in product((0.02, 0.3, 1.0), (0.0, 0.5, 0.8, 0.95)):
         cost = StepCost(Curve((1, 16, 64), (1.0, 1.6, 3.0)), wait, 0.0, asking if first is TRUSTED else 0.0)

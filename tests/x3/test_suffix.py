@@ -7,17 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.electives.spec_decode import automaton
+from folovllm.electives.spec_decode import automaton, suffix
 from folovllm.electives.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.electives.spec_decode.proposer import RowState
-from folovllm.electives.spec_decode.suffix import (
-    ANSWER_ENDS,
-    LEARNT_AT_ONCE,
-    AnswersBySalt,
-    PastAnswers,
-    SuffixProposer,
-    most_frequent,
-)
+from folovllm.electives.spec_decode.suffix import ANSWER_ENDS, LEARNT_AT_ONCE, SuffixProposer, most_frequent
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SamplingSpec
@@ -73,20 +66,12 @@ class TestAutomaton:
     def test_the_work_for_a_token_does_not_grow_with_the_text(self) -> None:
         def visits(length: int) -> int:
             grown = SuffixAutomaton()
-            grown._link = seen = Watched([-1])
+            grown._link = seen = Counted([-1])
             for i in range(length):
                 grown.append(0 if i % 500 else 1)  # long runs of one token: the longest chains of links
             return seen.reads
 
         assert visits(2000) < 2 * visits(1000) + 4 * 1000, "twice the text is more than twice the work"
-
-
-class Watched(list[int]):
-    reads = 0
-
-    def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        self.reads += 1
-        return super().__getitem__(index)
 
 
 class Counted(list[int]):
@@ -140,15 +125,11 @@ class TestFollow:
         place = NOWHERE
         for n, token in enumerate([1] * 600 + [9] * 100 + [2] * 100, 1):
             place = other.follow(place, token)
-            assert counted.reads <= 6 * n + 6 * 300, (
-                f"{counted.reads} links were read for {n} tokens, of runs of at most 300"
-            )
+            assert counted.reads <= 6 * n + 6 * 300, f"{counted.reads} links were read for {n} tokens of runs up to 300"
         assert place.length == 1, "2 2 is not in the other text, 2 is"
 
     @given(Texts, Texts, Texts)
-    def test_equals_a_search_although_the_other_text_grows(
-        self, other: list[int], text: list[int], more: list[int]
-    ) -> None:
+    def test_equals_a_search_as_the_other_text_grows(self, other: list[int], text: list[int], more: list[int]) -> None:
         grown = automaton_of(other)
         place = followed(grown, text)
         longest = max((n for n in range(1, len(text) + 1) if places(other, text[-n:])), default=0)
@@ -158,22 +139,17 @@ class TestFollow:
         run, whole = text[len(text) - longest :], other + more
         after = [whole[i] for i in places(whole, run) if i < len(whole)] if run else None
         if after is not None:
-            assert grown.following(place) == {token: after.count(token) for token in after}, (
-                "a state was split meanwhile"
-            )
+            assert grown.following(place) == {token: after.count(token) for token in after}, "a state was split"
 
 
 class TestMostFrequent:
-    @pytest.mark.parametrize(
-        ("text", "k", "least", "expected"),
-        [
-            ([1, 2, 5, 1, 2, 6, 1, 2, 5, 9, 1, 2], 1, 0.2, [5]),  # 5 followed twice, 6 once
-            ([1, 2, 5, 1, 2, 6, 1, 2], 1, 0.2, [6]),  # of equals the newest
-            ([*range(40), 0, 1], 40, 0.2, [*range(2, 10)]),  # L * (1 / least - 1) tokens for a match of L = 2
-            ([*range(40), 0, 1, 2, 3, 4], 40, 0.2, [*range(5, 25)]),
-            ([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3, 8, 9, 1, 2], 3, 0.4, [3]),  # after 1 2 3 came 4, 6 and 8
-        ],
-    )
+    @pytest.mark.parametrize(("text", "k", "least", "expected"), [
+        ([1, 2, 5, 1, 2, 6, 1, 2, 5, 9, 1, 2], 1, 0.2, [5]),  # 5 followed twice, 6 once
+        ([1, 2, 5, 1, 2, 6, 1, 2], 1, 0.2, [6]),  # of equals the newest
+        ([*range(40), 0, 1], 40, 0.2, [*range(2, 10)]),  # L * (1 / least - 1) tokens for a match of L = 2
+        ([*range(40), 0, 1, 2, 3, 4], 40, 0.2, [*range(5, 25)]),
+        ([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3, 8, 9, 1, 2], 3, 0.4, [3]),  # after 1 2 3 came 4, 6 and 8
+    ])  # fmt: skip
     def test_a_draft_goes_on_as_the_text_did(self, text: list[int], k: int, least: float, expected: list[int]) -> None:
         grown = automaton_of(text)
         assert most_frequent(grown, grown.longest_repeat(), k, least).token_ids == expected
@@ -191,7 +167,7 @@ class TestPastAnswers:
     @settings(max_examples=40)
     @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=12))
     def test_memory_is_bounded_and_the_latest_are_kept(self, answers: list[list[int]]) -> None:
-        past, capacity = PastAnswers(10), 10
+        past, capacity = suffix.PastAnswers(10), 10
         for answer in answers:
             past.add([*answer, ANSWER_ENDS])
         kept = [text.num_tokens for text in past.generations]
@@ -200,20 +176,16 @@ class TestPastAnswers:
         assert sum(kept) >= min(total, capacity)
 
     @settings(max_examples=40)
-    @given(
-        st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.lists(st.integers(0, 5), max_size=12)), max_size=12)
-    )
+    @given(st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.lists(st.integers(0, 5), max_size=12)), max_size=9))
     def test_of_many_salts_the_latest_are_kept(self, answers: list[tuple[str | None, list[int]]]) -> None:
-        past, alone = AnswersBySalt(10), {salt: PastAnswers(10) for salt in (None, "a", "b")}
+        past, alone = suffix.AnswersBySalt(10), {salt: suffix.PastAnswers(10) for salt in (None, "a", "b")}
         for salt, answer in answers:
             past.add(salt, [*answer, ANSWER_ENDS])
             alone[salt].add([*answer, ANSWER_ENDS])
             assert past.num_tokens == sum(kept.num_tokens for kept in past._by_salt.values()) <= 20
             found = [text.num_tokens for text in past.generations(salt)]
             if len({one for one, _ in answers}) == 1:
-                assert found == [text.num_tokens for text in alone[salt].generations], (
-                    "with one salt, as if there were none"
-                )
+                assert found == [text.num_tokens for text in alone[salt].generations], "as if there were no salt"
             assert sum(found) > min(9, len(answer)), "the newest is there"
         assert past.generations("c") == ()
 
@@ -235,9 +207,7 @@ class TestProposer:
         self.answer(proposer, 1, 5, 6, 7, 8)
         proposer.admit(self.state(2, 3, 4))
         assert self.draft(proposer, self.state(2, 3, 4), 4) == [], "nothing in common so far"
-        assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], (
-            "another answer went on like this, and ended"
-        )
+        assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on so, and ended"
 
     def test_what_ended_is_learnt_when_drafts_are_asked_for_and_little_at_a_time(self) -> None:
         proposer = SuffixProposer()
@@ -260,9 +230,7 @@ class TestProposer:
             assert proposer._past.num_tokens == known
         at = LEARNT_AT_ONCE - 3
         assert self.draft(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
-        assert self.draft(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], (
-            "it ends where the answer ended"
-        )
+        assert self.draft(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], "it ends where the answer did"
 
     @pytest.mark.parametrize("was_asked", [True, False])
     def test_answers_of_another_salt_are_not_seen(self, was_asked: bool) -> None:
@@ -291,9 +259,7 @@ class TestProposer:
         self.answer(proposer, 1, 4, 5, 6, 7)
         proposer.admit(self.state(2, 0, 1))
         own = self.state(2, 0, 1, 6, 9, 4, 5, 6)
-        assert self.draft(proposer, own, 1) == [7], (
-            "its own text knows what followed 6, a past answer what followed 4 5 6"
-        )
+        assert self.draft(proposer, own, 1) == [7], "a past answer knows what followed 4 5 6, its own only 6"
 
     def test_a_sequence_that_ended_leaves_its_answer_alone(self) -> None:
         proposer = SuffixProposer()
@@ -307,11 +273,9 @@ class TestProposer:
 def test_an_engine_finds_past_answers_of_the_same_salt_alone() -> None:
     """Each request is asked twice; the second time the whole answer is drafted, unless the first had another salt."""
     params, accepted = SamplingParams(seed=1, max_tokens=40, ignore_eos=True), list[int]()
-    config = {"method": "suffix", "num_speculative_tokens": 6, "adaptive": False}
+    how = {"method": "suffix", "num_speculative_tokens": 6, "adaptive": False}
     for salts in [("a", "a"), (None, None), ("a", "b"), ("a", None), (None, "a")]:
-        with LLM(
-            str(tiny_checkpoint()), device="cpu", max_model_len=64, use_tqdm=False, speculative_config=config
-        ) as llm:
+        with LLM(str(tiny_checkpoint()), device="cpu", max_model_len=64, use_tqdm=False, speculative_config=how) as llm:
             for salt in salts:
                 before = speculation_of(llm.engine).num_accepted
                 llm.generate([{"prompt_token_ids": [5, 6, 7, 8], "cache_salt": salt}], params)

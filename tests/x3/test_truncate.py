@@ -1,7 +1,5 @@
 """x3.3: the table of a sequence is cut back to the blocks that hold a computed token."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,31 +7,15 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import Event, Snapshot, TableCut
 from folovllm.request import Sequence
-from tests.sequences import make_seq
+from tests.sequences import free_ids, holding
 from tests.tiny import worked_case
-
-
-def holding(kv: BlockManager, *block_ids: int, computed: int) -> Sequence:
-    """A running sequence whose table names these blocks; its newest token is not computed."""
-    seq = make_seq(computed + 1)
-    seq.start()
-    seq.num_computed_tokens = computed
-    for block_id in block_ids:
-        kv._free.remove(kv.blocks[block_id])
-        kv.blocks[block_id].ref_count = 1
-    seq.block_table = list(block_ids)
-    return seq
 
 
 def after(computed: int, *block_ids: int) -> tuple[BlockManager, Sequence]:
     kv = BlockManager(6, 4)
-    seq = holding(kv, *block_ids, computed=computed)
+    seq = holding(kv, *block_ids, computed=computed, tokens=computed + 1)
     kv.truncate(seq)
     return kv, seq
-
-
-def free_ids(kv: BlockManager) -> list[int]:
-    return [kv._free.popleft().block_id for _ in range(kv.num_free)]
 
 
 def test_a_worked_case() -> None:
@@ -65,7 +47,7 @@ def test_nothing_is_computed() -> None:
 
 def test_the_list_of_blocks_stays_the_same_object() -> None:
     kv = BlockManager(6, 4)
-    seq = holding(kv, 5, 1, computed=3)
+    seq = holding(kv, 5, 1, computed=3, tokens=4)
     table = seq.block_table
     kv.truncate(seq)
     assert table is seq.block_table == [5], "others look at this list"
@@ -73,14 +55,12 @@ def test_the_list_of_blocks_stays_the_same_object() -> None:
 
 def test_who_listens_is_told_of_each_block() -> None:
     kv, heard = BlockManager(6, 4), list[Event]()
-    seq = holding(kv, 5, 1, 3, 0, computed=8)
+    seq = holding(kv, 5, 1, 3, 0, computed=8, tokens=9)
     kv.events.subscribe(heard.extend, Snapshot(6, 4, 1, 64, 0, tuple(kv.block_states()), ()))
     kv.truncate(seq)
     kv.events.drain()
     told = {(event.seq_id, event.block_id) for event in heard if isinstance(event, TableCut)}
-    assert told == {(seq.seq_id, 3), (seq.seq_id, 0)}, (
-        "blocks 3 and 0 left the table, and who watches must hear of both"
-    )
+    assert told == {(seq.seq_id, 3), (seq.seq_id, 0)}, "blocks 3 and 0 left the table: who watches hears of both"
 
 
 class Unheard(Events):
@@ -92,13 +72,13 @@ class Unheard(Events):
 
 def test_who_does_not_listen_is_told_nothing() -> None:
     kv = BlockManager(6, 4, Unheard())
-    kv.truncate(holding(kv, 5, 1, computed=3))
+    kv.truncate(holding(kv, 5, 1, computed=3, tokens=4))
 
 
 @given(st.integers(1, 20), st.integers(0, 3))
 def test_reserving_again_gives_the_same_blocks(computed: int, more: int) -> None:
     kv = BlockManager(12, 4)
-    seq = holding(kv, *range(-(-computed // 4)), computed=computed)
+    seq = holding(kv, *range(-(-computed // 4)), computed=computed, tokens=computed + 1)
     before = list(seq.block_table)
     assert kv.allocate_slots(seq, 1 + 4 * more), "there are blocks enough"
     reserved = list(seq.block_table)

@@ -1,7 +1,5 @@
 """Heads that draft, where the model lies on two GPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

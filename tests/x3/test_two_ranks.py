@@ -1,9 +1,9 @@
 """Steps are values, so ranks and other processes need to know nothing of drafts, nor of who makes them."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +11,15 @@ import pytest
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from folovllm.sampling_params import SamplingParams
-from tests.workloads import serve
-from tests.x3.engines import Anything, make_engine, make_proposer, speculation_of, speculative
-from tests.x3.test_lossless import demanding_pair
+from tests.helpers import prompts, tiny_checkpoint
+from tests.workloads import Request, serve, workload
+from tests.x3.engines import Anything, Pair, make_engine, make_proposer, speculation_of, speculative
+from tests.x3.mtp_folders import with_head
+from tests.x3.test_eagle3 import eagle, letters_head
+from tests.x3.test_hybrid_models import check_twice, pair_of
+from tests.x3.test_lossless import BLOCKS, LETTERS, demanding_pair
+from tests.x3.test_mtp import GREEDY, mtp
+from tests.x5.checkpoints import hybrid_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
@@ -38,16 +44,46 @@ class Unknown(Anything):
 Unknown.__module__ = "__main__"
 
 
-def test_ranks_do_not_see_the_proposer() -> None:
+def with_a_rooted_proposer() -> tuple[Pair, dict[str, Any]]:
     pair = demanding_pair("m6")
     answers = [output.outputs[0].token_ids for output in pair.plain]
-    proposer = Rooted(make_proposer("often", [request.prompt for request in pair.requests], answers))
-    engine = make_engine(**pair.fields, tensor_parallel_size=2, **speculative(proposer))
+    return pair, speculative(Rooted(make_proposer("often", [request.prompt for request in pair.requests], answers)))
+
+
+def with_a_head_among_experts() -> tuple[Pair, dict[str, Any]]:
+    load = [Request(one, GREEDY) for one in prompts([9, 5, 14], seed=8)]
+    model = hybrid_checkpoint("qwen3_5_moe_text", "LF", tied=False)
+    folder = with_head(Path(tempfile.mkdtemp()) / "model", model, LETTERS[:3], stacked=True)
+    return Pair.of(load, model=str(folder), milestone="m6", block_size=4), mtp()
+
+
+def with_a_draft_model() -> tuple[Pair, dict[str, Any]]:
+    config = {"method": "draft_model", "model": str(tiny_checkpoint()), "num_speculative_tokens": 3, "adaptive": False}
+    pair = Pair.of(workload("seeded", count=4).requests, max_num_seqs=4, **BLOCKS["m6"])
+    return pair, {"speculative_config": config}
+
+
+def with_an_eagle() -> tuple[Pair, dict[str, Any]]:
+    return demanding_pair("m6"), eagle(letters_head())
+
+
+@pytest.mark.parametrize(("make", "accepted"), [
+    (with_a_rooted_proposer, 20), (with_an_eagle, 2), (with_a_head_among_experts, 2), (with_a_draft_model, 20),
+])  # fmt: skip
+def test_ranks_need_not_know_who_drafts(make: Callable[[], tuple[Pair, dict[str, Any]]], accepted: int) -> None:
+    """A proposer stays where it is, each rank has the whole head beside its part of the model, and a draft model's tokens are sent."""
+    pair, drafts = make()
+    engine = make_engine(**pair.fields, tensor_parallel_size=2, **drafts)
     try:
         pair.check(serve(engine, pair.requests))
-        assert speculation_of(engine).num_accepted > 20
+        assert speculation_of(engine).num_accepted > accepted
     finally:
         engine.close()
+
+
+def test_a_model_with_states() -> None:
+    model = str(hybrid_checkpoint("qwen3_5_moe_text"))
+    check_twice(pair_of("m6", 7, "seeded", model=model), "often", tensor_parallel_size=2)
 
 
 async def answer(proposer: Proposer, transport: str) -> list[int]:

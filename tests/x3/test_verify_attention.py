@@ -1,7 +1,5 @@
 """The attention of checked rows: its work list, the kernel, and the backend that chooses it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -39,17 +37,9 @@ NEW = [8, 1, 2, 5, 16, 0, 3, 6]  # across the border of a block and of a chunk, 
 
 
 def check(
-    lens: list[int],
-    new: list[int],
-    heads: tuple[int, int] = (4, 2),
-    dim: int = 16,
-    block_size: int = 16,
-    most: int = 8,
-    dtype: torch.dtype = torch.float32,
-    config: DecodeConfig | None = SMALL,
-    num_programs: int | None = 3,
-    turns: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor, SplitKVVerify]:
+    lens: list[int], new: list[int], heads: tuple[int, int] = (4, 2), dim: int = 16, block_size: int = 16, most: int = 8,
+    dtype: torch.dtype = torch.float32, config: DecodeConfig | None = SMALL, num_programs: int | None = 3, turns: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, SplitKVVerify]:  # fmt: skip
     """Plan and run so many times (the counters must wind back); returns (out, reference, the object)."""
     torch.manual_seed(0)
     paged, query_start_loc = Paged.make(lens, block_size, heads[1], dim, dtype), starts(new)
@@ -145,19 +135,12 @@ def batch_of(lens: list[int], new: list[int], paged: Paged, num_decodes: int) ->
 class TestBackend:
     CONFIG = AttentionConfig(4, 2, 32, torch.float32, DEVICE, 16, 8)
 
-    @pytest.mark.parametrize(
-        ("seqs", "num_decodes", "is_its_own"),
-        [
-            ([(40, 1), (7, 1), (33, 5), (90, 2)], 2, True),
-            ([(40, 1), (33, 17), (90, 2)], 1, False),
-            ([(40, 1), (7, 1)], 2, False),
-        ],
-        ids=["checks", "with a prompt", "decodes"],
-    )
-    def test_it_takes_steps_of_few_new_tokens(
-        self, seqs: list[tuple[int, int]], num_decodes: int, is_its_own: bool
-    ) -> None:
-        torch.manual_seed(0)
+    @pytest.mark.parametrize(("seqs", "num_decodes", "is_its_own"), [
+        ([(40, 1), (7, 1), (33, 5), (90, 2)], 2, True),
+        ([(40, 1), (33, 17), (90, 2)], 1, False),
+        ([(40, 1), (7, 1)], 2, False),
+    ], ids=["checks", "with a prompt", "decodes"])  # fmt: skip
+    def test_takes_steps_of_few_tokens(self, seqs: list[tuple[int, int]], num_decodes: int, is_its_own: bool) -> None:
         lens, new = map(list, zip(*seqs, strict=True))
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
         batch, backend = batch_of(lens, new, paged, num_decodes), TritonVerifyBackend(self.CONFIG, 6, 24)
@@ -169,7 +152,6 @@ class TestBackend:
 
     def test_the_benchmark_compares_like_with_like(self) -> None:
         """Both kernels are given the same captured step."""
-        torch.manual_seed(0)
         paged, query = Paged.make([40, 40], 16, 2, 32), torch.randn(8, 4, 32, device=DEVICE)
         step = verified(replace(make_batch([40, 40], 16, True, DEVICE), block_tables=paged.block_tables), 4)
         for backend in TritonBackend(self.CONFIG), TritonVerifyBackend(self.CONFIG, 4, 8):
@@ -179,7 +161,6 @@ class TestBackend:
 
     def test_a_captured_step_writes_no_row_of_padding(self) -> None:
         """A prompt and drafts with room for two sequences and four tokens more; then nothing but padding."""
-        torch.manual_seed(0)
         paged, backend = Paged.make([30, 50, 0, 0], 16, 2, 32), TritonVerifyBackend(self.CONFIG, 6, 39)
         query, real = torch.randn(39, 4, 32, device=DEVICE), [30, 5]
         batch = replace(batch_of([30, 50, 0, 0], [*real, 0, 4], paged, 0), is_padded=True, has_drafts=True)
@@ -197,7 +178,6 @@ class TestBackend:
     @pytest.mark.parametrize("is_padded", [False, True])
     def test_a_layer_with_a_window(self, is_padded: bool) -> None:
         """The step is planned once, for layers with and without; the prefill kernel is the one that knows windows."""
-        torch.manual_seed(0)
         lens, new, window = [70, 40, 0], [5, 6, 2], 12
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
         batch = replace(batch_of(lens, new, paged, 0), is_padded=is_padded, has_drafts=is_padded)
@@ -212,7 +192,6 @@ class TestBackend:
 
     def test_numbers_of_8_bits(self) -> None:
         """Their scales belong to a layer, the plan to the step: what is planned serves the copy with scales."""
-        torch.manual_seed(0)
         lens, new, scales = [75, 6, 33], [5, 6, 2], KVScales(0.25, 0.03)
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
         batch = batch_of(lens, new, paged, 0)
@@ -221,9 +200,8 @@ class TestBackend:
         backend = TritonVerifyBackend(replace(self.CONFIG, kv_dtype=FP8), 6, 13)
         backend.plan(batch)
         out = backend.of_layer(scales).forward(query, cache, batch)
-        whole = torch.stack(
-            [decode(cache[0], scales.key, torch.float32), decode(cache[1], scales.value, torch.float32)]
-        )
+        steps = zip(cache, (scales.key, scales.value), strict=True)
+        whole = torch.stack([decode(part, scale, torch.float32) for part, scale in steps])
         assert_close(out, TorchNaiveBackend(self.CONFIG).forward(query, whole, batch))
 
 
@@ -231,15 +209,10 @@ class TestEngine:
     @pytest.mark.parametrize("drafts", [None, 3])
     def test_who_attends(self, drafts: int | None) -> None:
         """Without drafts the very class that was there before."""
-        fields = {
-            "model": str(tiny_checkpoint()),
-            "device": str(DEVICE),
-            "dtype": "float32",
-            "attention_backend": "triton",
-        }
+        fields = {"device": str(DEVICE), "dtype": "float32", "attention_backend": "triton"}
         if drafts:
-            fields |= {"speculative_method": "ngram", "num_speculative_tokens": drafts}  # type: ignore[dict-item]
-        setup = set_up(EngineConfig(**fields))  # type: ignore[arg-type]
+            fields |= {"speculative_method": "ngram", "num_speculative_tokens": drafts}
+        setup = set_up(EngineConfig(model=str(tiny_checkpoint()), **fields))
         backend = build_batch.attention_backend(setup, extension_of(setup))
         assert type(backend) is (TritonVerifyBackend if drafts else TritonBackend)
 

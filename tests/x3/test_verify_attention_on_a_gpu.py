@@ -1,7 +1,5 @@
 """The attention of checked rows on a GPU: half precision, 8 bits, captured graphs, races."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,14 +13,8 @@ from tests.m4.cases import DEVICE, Paged, assert_close, starts
 pytestmark = pytest.mark.gpu
 LENS = [8, 17, 64, 65, 255, 256, 257, 0, 512, 513, 1000, 2047, 4095]
 NEW = [8, 2, 5, 3, 1, 16, 4, 0, 9, 16, 2, 8, 5]
-SHAPES = [
-    (16, 16, 8, 128),
-    (256, 9, 3, 64),
-    (48, 4, 4, 32),
-    (16, 14, 2, 64),
-    (16, 32, 4, 128),
-    (16, 8, 1, 256),
-]  # B, Hq, Hkv, D
+# B, Hq, Hkv, D
+SHAPES = [(16, 16, 8, 128), (256, 9, 3, 64), (48, 4, 4, 32), (16, 14, 2, 64), (16, 32, 4, 128), (16, 8, 1, 256)]
 SHORT = DecodeConfig(min_chunk=64, max_chunk=64, queue_chunk=64, merge_step=4)
 
 
@@ -72,9 +64,7 @@ class Checks:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("most", "num_programs"), [(16, None), (4, None), (16, 7)])
-def test_it_equals_float64(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, most: int, num_programs: int | None
-) -> None:
+def test_it_equals_float64(shape: tuple[int, ...], dtype: torch.dtype, most: int, num_programs: int | None) -> None:
     if dtype == torch.float32 and shape[-1] == 256:
         pytest.skip("the backend has no tiles for so wide heads in float32")
     checks = Checks(shape, dtype, LENS, NEW, most, num_programs=num_programs)
@@ -116,12 +106,10 @@ def test_one_graph_serves_all_steps() -> None:
     checks.step()
     graph = checks.captured()
     for lens, new in (
-        ([0] * 8, [0] * 8),
-        (longest, [8] * 8),
-        ([9, 4096, 0, 0, 0, 0, 0, 0], [5, 2, 0, 0, 0, 0, 0, 0]),
+        ([0] * 8, [0] * 8), (longest, [8] * 8), ([9, 4096, 0, 0, 0, 0, 0, 0], [5, 2, 0, 0, 0, 0, 0, 0]),
         ([700, 1500, 33, 0, 64, 65, 1, 4000], [8, 1, 3, 0, 8, 8, 1, 8]),
         ([4000, 300, 5, 0, 0, 0, 0, 0], [3, 50, 5, 0, 0, 0, 0, 0]),
-    ):
+    ):  # fmt: skip
         real = sum(new)
         checks.paged.seq_lens.copy_(torch.tensor([*lens, 0]))
         checks.starts.copy_(starts([*new, tokens - real]))

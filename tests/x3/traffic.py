@@ -1,7 +1,5 @@
 """Engines with drafts, which must have every kernel compiled when the first request comes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.x2.traffic import MODEL

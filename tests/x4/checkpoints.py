@@ -1,7 +1,5 @@
 """Tiny models with experts, one of each family."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints whose experts are quantized, as their writers lay them out: answers, ranks, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -24,23 +22,8 @@ from folovllm.models.registry import build_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import answered, make_engine, mixed_requests, serve
-from tests.x2.quantized import (
-    AWQ,
-    GPTQ,
-    GROUP,
-    SORTED,
-    Quantize,
-    as_other_readers,
-    compressed,
-    packed,
-    quantize,
-    quantize_8,
-    to_awq,
-    to_gptq,
-    to_packed_symmetric,
-    to_sorted_gptq,
-    write_quantized,
-)  # fmt: skip
+from tests.x2 import quantized
+from tests.x2.quantized import Quantize, compressed, packed, quantize, quantize_8, write_quantized
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, wide_checkpoint
 
 E4M3 = torch.float8_e4m3fn
@@ -61,28 +44,25 @@ KINDS: dict[str, tuple[str, Quantize, dict[str, Any]]] = {
     ),
     "int4 packed": (
         "qwen3_moe",
-        quantize(to_packed_symmetric, symmetric=True),
-        compressed(4, "int", "pack-quantized", "group", ("lm_head", "re:.*mlp.gate$"), group_size=GROUP),
+        quantize(quantized.to_packed_symmetric, symmetric=True),
+        compressed(4, "int", "pack-quantized", "group", ("lm_head", "re:.*mlp.gate$"), group_size=quantized.GROUP),
     ),
-    "gptq": ("qwen2_moe", quantize(to_gptq), GPTQ),
-    "awq": ("mixtral", quantize(to_awq), AWQ | {"modules_to_not_convert": ["gate"]}),
+    "gptq": ("qwen2_moe", quantize(quantized.to_gptq), quantized.GPTQ),
+    "awq": ("mixtral", quantize(quantized.to_awq), quantized.AWQ | {"modules_to_not_convert": ["gate"]}),
 }
 SIZES = {
     "qwen3_moe": {"moe_intermediate_size": 96},
     "qwen2_moe": {
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-        "num_heads": 2,
-        "num_kv_heads": 1,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1,
     },
     "mixtral": {"intermediate_size": 96},
-}
+}  # fmt: skip
 
 
 def source(family: str) -> Path:
     """Two layers of 64 columns."""
     fields = {"num_hidden_layers": 2, "hidden_size": 64, **FAMILIES[family], **SIZES[family]}
-    return tiny_checkpoint(family, **fields)  # type: ignore[arg-type]
+    return tiny_checkpoint(family, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +141,7 @@ def test_ranks_hold_their_parts_of_codes_and_scales(kind: str, tmp_path: Path) -
     family, quantize, config = KINDS[kind]
     wide = {name: 64 for name in SIZES[family] if name.endswith("intermediate_size")}
     fields = {"num_hidden_layers": 2, "hidden_size": 64, **FAMILIES[family], **SIZES[family], **wide}
-    coded, _ = write_quantized(tiny_checkpoint(family, **fields), tmp_path, quantize, config)  # type: ignore[arg-type]
+    coded, _ = write_quantized(tiny_checkpoint(family, **fields), tmp_path, quantize, config)
     for expert_parallel in (False, True):
         assert_ranks_have_experts(coded, expert_parallel)
 
@@ -181,9 +161,7 @@ class TestRefusals:
 
     def test_ranks_that_would_cut_blocks(self, coded: Path) -> None:
         """Of experts; where these stay whole it is the attention's turn, or nobody's."""
-        says = (
-            r"cannot share mlp.experts.0.gate_proj: a rank's part \[48, 64\] would not hold whole blocks of 32 x 16 .*"
-        )
+        says = r"cannot share mlp.experts.0.gate_proj: a rank's part \[48, 64\] would not hold whole blocks of 32 x .*"
         said = BLOCKS | {"weight_block_size": [32, 16]}
         self.refused(coded, says + "set enable_expert_parallel, or lower", said, tensor_parallel_size=2)
         set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=2, enable_expert_parallel=True))
@@ -197,10 +175,8 @@ class TestRefusals:
         self.refused(coded, says, BLOCKS | {"modules_to_not_convert": [*PLAIN, "experts.3"]})
 
     def test_sorted_inputs(self, tmp_path: Path) -> None:
-        coded, _ = write_quantized(source("qwen3_moe"), tmp_path, quantize(to_sorted_gptq), SORTED)
-        self.refused(
-            coded, r"experts with such weights are not .*: each sorts its inputs in an order of its own \(desc_"
-        )
+        coded, _ = write_quantized(source("qwen3_moe"), tmp_path, quantize(quantized.to_sorted_gptq), quantized.SORTED)
+        self.refused(coded, r"experts with such weights are not .*: each sorts its inputs in an order .* \(desc_")
 
 
 def test_experts_may_stay_plain(tmp_path: Path) -> None:
@@ -212,10 +188,8 @@ def test_experts_may_stay_plain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_random_weights(kind: str) -> None:
-    config = EngineConfig(
-        model=str(wide_checkpoint(1)), device="cpu", random_weights=True, quantization=kind, use_tqdm=False
-    )
-    model = load_native_model(set_up(config))
+    fields = {"random_weights": True, "quantization": kind, "use_tqdm": False}
+    model = load_native_model(set_up(EngineConfig(model=str(wide_checkpoint(1)), device="cpu", **fields)))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
     plain = {name.rpartition(".")[2] for name, linear in linears.items() if "weight" in dict(linear.named_parameters())}
     assert plain >= {"gate", "shared_expert_gate"}
@@ -233,7 +207,9 @@ def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
     coded = {k: v for file in (tmp_path / "coded").glob("*.safetensors") for k, v in load_file(file).items()}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         prefix = name.removesuffix("weight")
-        tensors[name] = as_other_readers({k.removeprefix(prefix): v for k, v in coded.items() if k.startswith(prefix)})
+        tensors[name] = quantized.as_other_readers(
+            {k.removeprefix(prefix): v for k, v in coded.items() if k.startswith(prefix)}
+        )
     floats = shutil.copytree(model, tmp_path / "floats")
     save_file(tensors, floats / "model.safetensors", {"format": "pt"})
     (ids,) = prompts([9])
@@ -256,15 +232,11 @@ def test_what_quantize_refuses(family: str, format: str, says: str, tmp_path: Pa
 @pytest.mark.parametrize(("kind", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4)])
 def test_what_a_step_reads_of_qwen3_30b(kind: str, bits: int, tmp_path: Path) -> None:
     """Codes and their scales; routers are plain."""
-    path = write_geometry("qwen3-30b-a3b", tmp_path)
-    config = EngineConfig(
-        model=str(path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu", quantization=kind
-    )
+    path, fields = write_geometry("qwen3-30b-a3b", tmp_path), {"random_weights": True, "quantization": kind}
+    config = EngineConfig(model=str(path), tokenizer=str(tiny_checkpoint()), device="cpu", **fields)
     model = build_model(set_up(config).hf_config, torch.bfloat16, "meta", max_model_len=1)
     found = Weights.of(model, torch.bfloat16)
     routers = 48 * 128 * 2048
-    for count, size in (
-        (found.experts, found.expert_bytes),
-        (found.always - routers, found.always_bytes - 2 * routers),
-    ):
+    always = found.always - routers, found.always_bytes - 2 * routers
+    for count, size in ((found.experts, found.expert_bytes), always):
         assert count * bits / 8 < size < count * (bits + 0.15) / 8

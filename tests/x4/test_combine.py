@@ -1,7 +1,5 @@
 """x4.4: what a token's experts said, added up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -60,6 +58,4 @@ def test_in_half_precision_the_sum_is_float32(kernel: bool) -> None:
     actual = adds(answers, weights)
     assert actual.dtype == torch.float16, "the sum has the dtype of the answers"
     error = ((actual.double() - exact) / exact).abs().max().item()
-    assert error <= 1.001 * 2**-11, (
-        f"sums are {error:.5f} off; added up in float32 and rounded once: at most {2**-11:.5f}"
-    )
+    assert error <= 1.001 * 2**-11, f"sums are {error:.5f} off; in float32, rounded once: at most {2**-11:.5f}"

@@ -1,7 +1,5 @@
 """The product of all experts in one kernel, and the kernels that choose and add up, beside torch's way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,10 +43,9 @@ def test_the_kernel_multiplies_as_a_loop(shape: tuple[int, ...], gated: bool) ->
 
     num_tokens, top_k, num_experts, n, k = shape
     dtype = torch.bfloat16 if k >= 1000 else torch.float32
-    generator = torch.Generator().manual_seed(num_tokens)
-    x = torch.randn(num_tokens, k, generator=generator).to(ON, dtype)
-    weight = (torch.randn(num_experts, n * (2 if gated else 1), k, generator=generator) / k**0.5).to(ON, dtype)
-    asked = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.to(ON)
+    x = torch.randn(num_tokens, k).to(ON, dtype)
+    weight = (torch.randn(num_experts, n * (2 if gated else 1), k) / k**0.5).to(ON, dtype)
+    asked = torch.rand(num_tokens, num_experts).topk(top_k).indices.to(ON)
     order, starts = sort_by_expert(asked, num_experts)
     actual = grouped_linear(x, weight, order, starts, gated)
     expected = by_loop(x, weight, asked, gated).to(dtype)
@@ -66,10 +63,9 @@ def test_boxes_of_weights_give_the_same(shape: tuple[int, ...], gated: bool, mon
     num_tokens, top_k, num_experts, n, k = shape
     for name, size in {"TILE_M": 32, "REST": 16, "ROWS": 32, "TILE_K": 16}.items():
         monkeypatch.setattr(hopper, name, size)
-    generator = torch.Generator().manual_seed(num_tokens)
-    x = torch.randn(num_tokens, k, generator=generator).to(ON, torch.float16)
-    weight = (torch.randn(num_experts, n * (1 + gated), k, generator=generator) / k**0.5).to(ON, torch.float16)
-    asked = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.to(ON)
+    x = torch.randn(num_tokens, k).to(ON, torch.float16)
+    weight = (torch.randn(num_experts, n * (1 + gated), k) / k**0.5).to(ON, torch.float16)
+    asked = torch.rand(num_tokens, num_experts).topk(top_k).indices.to(ON)
     order, starts = sort_by_expert(asked, num_experts)
     actual = hopper.grouped_hopper(x, weight, order, starts, gated, x.new_empty(len(order), n))
     torch.testing.assert_close(actual, by_loop(x, weight, asked, gated).half(), atol=4e-3, rtol=4e-3)
@@ -138,6 +134,5 @@ def test_of_equal_logits_the_kernel_chooses_the_same() -> None:
 def test_the_kernel_adds_up_as_torch(shape: tuple[int, int, int]) -> None:
     from folovllm.electives.moe.kernels.route import combine as combined
 
-    generator = torch.Generator().manual_seed(4)
-    answers, weights = torch.randn(shape, generator=generator).to(ON), torch.rand(shape[:2], generator=generator).to(ON)
+    answers, weights = torch.randn(shape).to(ON), torch.rand(shape[:2]).to(ON)
     torch.testing.assert_close(combined(answers, weights), combine(answers, weights))

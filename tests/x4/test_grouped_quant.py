@@ -1,7 +1,5 @@
 """The product of all experts whose weights are quantized, against torch in double precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

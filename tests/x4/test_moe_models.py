@@ -1,7 +1,5 @@
 """Models with experts against their Hugging Face twins, on every preset, and on two ranks."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import replace
@@ -53,10 +51,8 @@ def load() -> Any:
 
 @pytest.mark.parametrize("milestone", ["m2", "m6"])
 def test_presets_answer_as_transformers(load: Any, milestone: str) -> None:
-    fields = {} if milestone == "m2" else SMALL
-    config = EngineConfig(
-        model=str(load.model), milestone=milestone, max_model_len=MAX_MODEL_LEN, device="cpu", use_tqdm=False, **fields
-    )
+    fields = {"max_model_len": MAX_MODEL_LEN, "use_tqdm": False} | ({} if milestone == "m2" else SMALL)
+    config = EngineConfig(model=str(load.model), milestone=milestone, device="cpu", **fields)
     load.check(serve(make_engine(config), load.requests, ARRIVALS[2]))
 
 
@@ -85,24 +81,16 @@ class TestRefusals:
     ])  # fmt: skip
     def test_a_size_that_cannot_be(self, family: str, size: int, expert_parallel: bool, says: str) -> None:
         with pytest.raises(ValueError, match=re.escape(says)):
-            LLM(
-                str(moe_checkpoint(family)),
-                device="cpu",
-                tensor_parallel_size=size,
-                enable_expert_parallel=expert_parallel,
-            )
+            fields = {"tensor_parallel_size": size, "enable_expert_parallel": expert_parallel}
+            LLM(str(moe_checkpoint(family)), device="cpu", **fields)
 
-    @pytest.mark.parametrize(
-        ("change", "says"),
-        [
-            (lambda t: t.pop("model.layers.1.mlp.experts.5.up_proj.weight"), "lacks model.layers.1.mlp.experts.5.up_proj.weight"),
-            (  # the stack of all experts beside each of them
-                lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 72, 48)}),
-                "down_proj.weight', for which the model has no place (or had it twice)",
-            ),
-        ],
-        ids=["an expert is missing", "experts are there twice"],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("change", "says"), [
+        (lambda t: t.pop("model.layers.1.mlp.experts.5.up_proj.weight"), "lacks model.layers.1.mlp.experts.5.up_proj.weight"),
+        (  # the stack of all experts beside each of them
+            lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 72, 48)}),
+            "down_proj.weight', for which the model has no place (or had it twice)",
+        ),
+    ], ids=["an expert is missing", "experts are there twice"])  # fmt: skip
     def test_a_broken_checkpoint(self, change: Any, says: str, tmp_path: Path) -> None:
         broken = shutil.copytree(moe_checkpoint(), tmp_path / "broken")
         tensors = load_file(broken / "model.safetensors")
@@ -121,9 +109,8 @@ def test_what_a_step_reads_of_qwen3_30b(tmp_path: Path) -> None:
     assert experts_read(128, 8, 1) == pytest.approx(8)
     assert 127.9 < experts_read(128, 8, 256) < 128
     head = setup.vocab_size * 2048
-    assert weights.always + weights.experts + 2 * head == pytest.approx(
-        30.5e9, rel=0.01
-    )  # as it is called; with the embedding
+    whole = weights.always + weights.experts + 2 * head  # with the embedding
+    assert whole == pytest.approx(30.5e9, rel=0.01)  # as it is called
     assert weights.always + weights.experts / 16 + head == pytest.approx(3.0e9, rel=0.02)
 
 
@@ -158,19 +145,16 @@ def test_a_token_that_is_nan_is_so_alone(backend: str) -> None:
     torch.testing.assert_close(actual[others], expected[others])
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "says"),
-    [
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 .* between 1 and num_experts, 8"),
-        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-        (
-            "mixtral",
-            {"num_local_experts": 2**31 - 1},
-            "is 2147483647 in the model's configuration, and must be .* at most 4,096",
-        ),
-        ("mixtral", {"num_local_experts": 0}, "is 0 in the model's configuration, and must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("family", "fields", "says"), [
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 .* between 1 and num_experts, 8"),
+    ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+    (
+        "mixtral",
+        {"num_local_experts": 2**31 - 1},
+        "is 2147483647 in the model's configuration, and must be .* at most 4,096",
+    ),
+    ("mixtral", {"num_local_experts": 0}, "is 0 in the model's configuration, and must be at least 1"),
+])  # fmt: skip
 def test_no_token_asks_more_experts_than_there_are(family: str, fields: dict[str, Any], says: str) -> None:
     config = AutoConfig.from_pretrained(moe_checkpoint(family))
     for name, value in fields.items():

@@ -1,7 +1,5 @@
 """Nothing is compiled for experts once requests are served."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.m6.traffic import assert_nothing_is_compiled_after_the_start, assert_the_start_meets_every_variant

@@ -1,7 +1,5 @@
 """x4.1: which experts a token asks, and how much each of them counts."""
 
-from __future__ import annotations
-
 import torch
 
 from folovllm.electives.moe.layers import route
@@ -18,18 +16,14 @@ def test_a_worked_case() -> None:
         "as they are": {"weights": [[0.5, 0.3], [0.4, 0.2]], "experts": [[2, 1], [1, 0]]},
         "divided by their sum": {"weights": [[0.625, 0.375], [2 / 3, 1 / 3]], "experts": [[2, 1], [1, 0]]},
     }
-    says = (
-        "softmax of the first token is 1/10, 3/10, 5/10, 1/10; of the second's three equal ones expert 0 is the lowest"
-    )
+    says = "softmax of the first is 1/10, 3/10, 5/10, 1/10; of the second's three equal ones 0 is the lowest"
     worked_case("x4.1", got, expected, says)
 
 
 def test_of_equal_ones_the_lowest() -> None:
     """In 16 bits logits are often equal, and every way to route must ask the same experts."""
     _, experts = route(torch.zeros(2, 60), 4, normalise=True)
-    assert experts.tolist() == [[0, 1, 2, 3]] * 2, (
-        "sixty experts suit both tokens equally well: the first four are asked"
-    )
+    assert experts.tolist() == [[0, 1, 2, 3]] * 2, "sixty experts suit both equally well: the first four are asked"
 
 
 def test_one_expert_a_token() -> None:
@@ -37,9 +31,7 @@ def test_one_expert_a_token() -> None:
     for normalise in (False, True):
         weights, experts = route(logits, 1, normalise)
         says = f"k = 1, normalise {normalise}"
-        assert experts.tolist() == [[2], [0], [0]], (
-            f"{says}: experts 2, 0 (of two equal ones) and 0, not {experts.tolist()}"
-        )
+        assert experts.tolist() == [[2], [0], [0]], f"{says}: experts 2, 0 (of two equal) and 0, not {experts.tolist()}"
         expected = torch.ones(3, 1) if normalise else logits.softmax(-1).amax(-1, keepdim=True)
         torch.testing.assert_close(weights, expected, msg=f"{says}: {weights.tolist()}, not {expected.tolist()}")
 
@@ -52,6 +44,4 @@ def test_in_half_precision_softmax_is_float32() -> None:
     best = logits.double().softmax(-1).topk(8).values
     exact = best / best.sum(-1, keepdim=True)
     error = ((weights.double() - exact) / exact).abs().max().item()
-    assert error <= 2**-8, (
-        f"weights are {error:.4f} off; softmax and quotient in float32, rounded once: at most {2**-8:.4f}"
-    )
+    assert error <= 2**-8, f"weights are {error:.4f} off; in float32, rounded once: at most {2**-8:.4f}"

@@ -1,7 +1,5 @@
 """Blocks behind a window are given back while a sequence runs, and nothing that a token sees is ever another's."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any
@@ -54,9 +52,8 @@ def blocks_add_up(kv: Any, holders: Any) -> None:
     assert kv.num_free == kv.num_blocks - len(named)
     for seq in holders:
         gone = seq.block_table.count(GONE)
-        assert GONE not in seq.block_table[gone:] and len(seq.block_table) == -(
-            -seq.num_computed_tokens // kv.block_size
-        )
+        assert GONE not in seq.block_table[gone:]
+        assert len(seq.block_table) == -(-seq.num_computed_tokens // kv.block_size)
         assert gone * kv.block_size <= max(0, seq.num_computed_tokens - kv.window + 1)
 
 

@@ -1,7 +1,5 @@
 """x4.2: pairs (token, expert) in the order of experts."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
@@ -23,9 +21,7 @@ def test_a_worked_case() -> None:
     assert starts.dtype == torch.int64, f"starts are int64, not {starts.dtype}: the kernel that reads them counts on it"
 
 
-@given(
-    st.integers(0, 9), st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**31), st.integers(-3, 3)
-)  # fmt: skip
+@given(st.integers(0, 9), st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**31), st.integers(-3, 3))
 def test_as_a_plain_loop(num_tokens: int, num_experts: int, top_k: int, seed: int, first: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     asked = torch.randint(0, num_experts, (num_tokens, top_k), generator=generator) - first
@@ -41,9 +37,7 @@ def test_as_a_plain_loop(num_tokens: int, num_experts: int, top_k: int, seed: in
 def test_the_experts_that_were_given_stay() -> None:
     asked = torch.tensor([[2, 0], [-1, 7]])
     sort_by_expert(asked, 3)
-    assert asked.tolist() == [[2, 0], [-1, 7]], (
-        "the experts that came in were written over: `flatten` copies nothing here"
-    )
+    assert asked.tolist() == [[2, 0], [-1, 7]], "the experts were written over: `flatten` copies nothing here"
 
 
 def test_the_host_reads_nothing() -> None:

@@ -1,7 +1,5 @@
 """The embedded mixture of experts: its files, its logits against transformers', its stories, and that no expert idles."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -39,10 +37,8 @@ def test_logits_equal_hugging_face() -> None:
 
 def test_a_story_is_told(llm: LLM) -> None:
     """With the tokenizer that all embedded models share."""
-    (output,) = llm.chat(
-        [{"role": "user", "content": "Tell me a story about Lily and a red kite."}],
-        SamplingParams(temperature=0.0, max_tokens=80),
-    )
+    asked = [{"role": "user", "content": "Tell me a story about Lily and a red kite."}]
+    (output,) = llm.chat(asked, SamplingParams(temperature=0.0, max_tokens=80))
     (answer,) = output.outputs
     assert "Lily" in answer.text and "red kite" in answer.text
 

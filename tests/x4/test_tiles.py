@@ -1,7 +1,5 @@
 """x4.3: tiles of the grouped product: whose each of them is, and what it computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,9 +107,7 @@ def test_each_place_lies_in_one_tile(crowds: list[int]) -> None:
     found = tiles(starts, 4, num_tiles + 1)
     expected = [[e, p, starts[e + 1]] for e in range(len(crowds)) for p in range(starts[e], starts[e + 1], 4)]
     expected.append([len(crowds)])
-    assert found == expected, (
-        f"experts have {crowds} pairs: tiles of 4 (expert, first place, end) are {expected}, not {found}"
-    )
+    assert found == expected, f"of {crowds} pairs tiles of 4 (expert, first place, end) are {expected}, not {found}"
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

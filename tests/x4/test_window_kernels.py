@@ -1,7 +1,5 @@
 """Sliding windows in every backend, over blocks that hold somebody else's NaN as soon as no token sees them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

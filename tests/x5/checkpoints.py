@@ -1,7 +1,5 @@
 """Tiny hybrid models: those of each family, and random geometries."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile
@@ -13,17 +11,12 @@ from tests.helpers import hf_model, tiny_checkpoint
 
 KINDS = {"L": "linear_attention", "F": "full_attention"}
 EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 24,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"num_experts": 0},
-    "qwen3_5_text": {},
-    "qwen3_next with experts": EXPERTS,
-    "qwen3_5_moe_text": EXPERTS,
-}
+    "qwen3_next": {"num_experts": 0}, "qwen3_5_text": {},
+    "qwen3_next with experts": EXPERTS, "qwen3_5_moe_text": EXPERTS,
+}  # fmt: skip
 
 
 def hybrid_checkpoint(family: str = "qwen3_next", layers: str = "LLF", **overrides: Any) -> Path:

@@ -1,7 +1,5 @@
 """x5.1 and x5.2: the delta rule, a token at a time and a chunk at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -47,10 +45,7 @@ class TestStep:
         value, g, beta = torch.tensor([[[6.0]]]), torch.tensor([[HALF]]), torch.tensor([[0.5]])
         out, after = delta_rule_step(state, query, key, value, g, beta)
         says = "all fades to 2 and 1; the answer for (1, 0) moves from 2 halfway to 6, to 4; the query adds both: 4 + 1"
-        got = {
-            "state": [round(x, 4) for x in after.flatten().tolist()],
-            "out": [round(x, 4) for x in out.flatten().tolist()],
-        }
+        got = {n: [round(x, 4) for x in t.flatten().tolist()] for n, t in (("state", after), ("out", out))}
         worked_case("x5.1", got, {"state": [4.0, 1.0], "out": [5.0]}, says)
 
     @pytest.mark.parametrize("decay", [0.0, -1.0, -5.0, -200.0])
@@ -84,9 +79,7 @@ class TestStep:
                 copies = [x.clone() for x in given]
                 delta_rule_step(state[None], *given)
                 says = f"with g {g.tolist()} and beta {beta.tolist()}"
-                assert torch.equal(state, before), (
-                    f"{says} the state that came in was written over: a snapshot may be in the same memory"
-                )
+                assert torch.equal(state, before), f"{says} the state was written over: a snapshot may be in it"
                 assert all(map(torch.equal, given, copies)), f"{says} an argument was written over"
 
     def test_keys_of_any_length_and_sums_that_grow(self) -> None:
@@ -106,9 +99,8 @@ class TestStep:
         """As many sequences as heads; with equal Dk and Dv a state that is turned over has the right shape."""
         heads, dk, dv = sizes
         parts = [some(1, heads, dk, dv, seed=s) for s in range(heads)]
-        out, after = delta_rule_step(
-            torch.stack([p[0] for p in parts]), *(torch.cat(x) for x in zip(*(p[1:] for p in parts), strict=True))
-        )
+        rest = (torch.cat(x) for x in zip(*(p[1:] for p in parts), strict=True))
+        out, after = delta_rule_step(torch.stack([p[0] for p in parts]), *rest)
         for s in range(heads):
             expected, state = by_steps(*parts[s])
             says = f"of sequence {s} of {heads}, {heads} heads, Dk = {dk}, Dv = {dv}, is not that of the formula"
@@ -119,9 +111,8 @@ class TestStep:
         """Nothing is cut: a state and values 4,096 times as large give outputs and a state that are so, too."""
         state, query, key, value, *gates = some(1)
         out, after = delta_rule_step(4096 * state[None], query, key, 4096 * value, *gates)
-        for name, got, small in zip(
-            ("outputs", "state"), (out, after[0]), by_steps(state, query, key, value, *gates), strict=True
-        ):
+        right = by_steps(state, query, key, value, *gates)
+        for name, got, small in zip(("outputs", "state"), (out, after[0]), right, strict=True):
             says = f"state and values are 4,096 times as large, {name} are not"
             torch.testing.assert_close(got / 4096, small, rtol=1e-4, atol=1e-4, msg=says)
 
@@ -176,12 +167,9 @@ class TestChunk:
     def test_large_numbers(self) -> None:
         """Nothing is cut: a state and values 4,096 times as large give outputs and a state that are so, too."""
         state, query, key, value, *gates = some(7)
-        for name, got, small in zip(
-            ("outputs", "state"),
-            delta_rule_chunk(4096 * state, query, key, 4096 * value, *gates),
-            by_steps(state, query, key, value, *gates),
-            strict=True,
-        ):
+        large = delta_rule_chunk(4096 * state, query, key, 4096 * value, *gates)
+        right = by_steps(state, query, key, value, *gates)
+        for name, got, small in zip(("outputs", "state"), large, right, strict=True):
             says = f"state and values are 4,096 times as large, {name} are not"
             torch.testing.assert_close(got / 4096, small, rtol=1e-4, atol=1e-4, msg=says)
 
@@ -208,9 +196,7 @@ class TestChunk:
         g = strengths[torch.randint(5, (CHUNK, 3), generator=torch.Generator().manual_seed(3))]
         given = state, query, key, value, g, beta
         for name, got, expected in zip(("outputs", "state"), delta_rule_chunk(*given), by_steps(*given), strict=True):
-            says = (
-                f"{name}: g of 0 to -300 in one chunk; exponents are sums of g over some tokens, none of them positive"
-            )
+            says = f"{name}: g of 0 to -300 in one chunk; exponents are sums of g over tokens, none of them positive"
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3, msg=says)
 
     def test_strong_decay_gives_no_nan(self) -> None:
@@ -220,9 +206,8 @@ class TestChunk:
         out, after = delta_rule_chunk(state, query, key, value, strong, beta)
         assert out.isfinite().all() and after.isfinite().all(), "a decay to almost nothing gives NaN or infinity"
         says = "each token leaves exp(-20) of the state: not those of single steps are "
-        for name, got, expected in zip(
-            ("outputs", "state"), (out, after), by_steps(state, query, key, value, strong, beta), strict=True
-        ):
+        right = by_steps(state, query, key, value, strong, beta)
+        for name, got, expected in zip(("outputs", "state"), (out, after), right, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, msg=f"{says}the {name}")
 
     def test_the_state_that_was_given_stays(self) -> None:
@@ -232,9 +217,7 @@ class TestChunk:
             given = (state, *tokens[:3], g, tokens[4])
             copies = [x.clone() for x in given]
             delta_rule_chunk(*given)
-            assert all(map(torch.equal, given, copies)), (
-                f"with g {g[0].tolist()} the state that came in, or another argument, was written over"
-            )
+            assert all(map(torch.equal, given, copies)), f"with g {g[0].tolist()} an argument was written over"
 
     def test_no_step_by_step(self) -> None:
         """As many operations of torch for 8 tokens as for 64, or, by doubling, a few more: a loop over tokens takes eight times as many."""

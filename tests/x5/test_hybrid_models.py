@@ -1,7 +1,5 @@
 """Hybrid models against their Hugging Face twins: random geometries, every preset, chunks that end anywhere, reused slots."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -92,9 +90,7 @@ def seeded(family: str = "qwen3_next") -> Workload:
     return answered(hybrid_checkpoint(family), mixed_requests("seeded", 8))
 
 
-@pytest.mark.parametrize(
-    ("family", "engine"), [*(("qwen3_next", engine) for engine in ENGINES), ("qwen3_5_moe_text", "m6")]
-)
+@pytest.mark.parametrize(("family", "engine"), [*(("qwen3_next", e) for e in ENGINES), ("qwen3_5_moe_text", "m6")])
 def test_presets_answer_as_transformers(family: str, engine: str) -> None:
     """Twice, so that the second time slots hold the states of others, and prefixes are found."""
     load = seeded(family)
@@ -150,7 +146,7 @@ def test_only_full_attention_has_a_cache() -> None:
     """K/V of one layer in three; the other two have one slot a row, one for padding and the snapshots."""
     fields = {"milestone": "m5", "max_num_seqs": 5, "num_snapshots": 7, "num_kv_blocks": 40, "block_size": 4}
     engine = make_engine(hybrid_checkpoint(), **fields)
-    model = engine.executor._worker.runner.model  # type: ignore[attr-defined]
+    model = engine.executor._worker.runner.model
     assert engine.setup.kv_bytes_per_token == 2 * 2 * 32 * 4
     assert len([module for module in model.modules() if isinstance(module, Attention)]) == 1
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
@@ -187,13 +183,10 @@ def test_states_that_fit_into_no_memory_are_refused_before_they_are_made(milesto
         LLM(str(hybrid_checkpoint()), milestone=milestone, device="cpu", use_tqdm=False, max_num_seqs=99_999_999)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("linear_num_key_heads", 3, "linear_num_value_heads, 4, must be a multiple of linear_num_key_heads, 3"),
-        ("linear_key_head_dim", 0, "linear_key_head_dim is 0"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "says"), [
+    ("linear_num_key_heads", 3, "linear_num_value_heads, 4, must be a multiple of linear_num_key_heads, 3"),
+    ("linear_key_head_dim", 0, "linear_key_head_dim is 0"),
+])  # fmt: skip
 def test_sizes_that_make_no_layer(field: str, value: int, says: str) -> None:
     config = AutoConfig.from_pretrained(hybrid_checkpoint())
     setattr(config, field, value)
@@ -214,10 +207,8 @@ def test_quantized_linears() -> None:
 def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
     """Qwen3-Next's projections go key head by key head. With a code of 8 bits for each weight they give what the rounded floats give."""
     pytest.importorskip("folovllm.electives.quantization")
-    path, scheme = (
-        hybrid_checkpoint("qwen3_next", "LF"),
-        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-    )
+    path = hybrid_checkpoint("qwen3_next", "LF")
+    scheme = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     coded, rounded = {}, {}
     for name, weight in load_file(path / "model.safetensors").items():
         coded[name] = rounded[name] = weight
@@ -228,11 +219,9 @@ def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     group = {"targets": ["Linear"], "weights": {**scheme, "dynamic": False}, "input_activations": None}
     codes = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
-    }
+    }  # fmt: skip
     x = torch.randn(5, config["hidden_size"], generator=torch.Generator().manual_seed(0))
     found = []
     for kind, tensors, more in (("coded", coded, {"quantization_config": codes}), ("rounded", rounded, {})):
@@ -243,7 +232,7 @@ def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / kind / "model.safetensors")
         model = load_native_model(set_up(EngineConfig(model=str(tmp_path / kind), device="cpu", use_tqdm=False)))
         with torch.inference_mode():
-            found.append(model.model.layers[0].self_attn.project(x))  # type: ignore[operator, union-attr]
+            found.append(model.model.layers[0].self_attn.project(x))
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 

@@ -1,7 +1,5 @@
 """Hybrid models on two ranks: each has whole key heads of linear attention, the value heads that they serve, and their states."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

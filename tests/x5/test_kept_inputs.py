@@ -1,7 +1,5 @@
 """Tokens that may be rejected: whatever is drafted and accepted, each output is that of the accepted tokens before it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +51,7 @@ def check(layer: GatedDeltaNet, reference: GatedDeltaNet, steps: Any, where: str
     texts = [Text(row) for row in (4, 0, 2)]
     generator = torch.Generator().manual_seed(len(steps))
     for *parts, copied in steps:
-        taking_part = sorted(
-            [(n, m, text) for (n, m), text in zip(parts, texts, strict=True) if n], key=lambda p: p[0] > 1
-        )
+        taking_part = sorted([(n, m, t) for (n, m), t in zip(parts, texts, strict=True) if n], key=lambda p: p[0] > 1)
         if not taking_part:
             continue
         new = [torch.randn(n, 32, generator=generator) for n, _, _ in taking_part]

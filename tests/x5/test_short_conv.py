@@ -1,7 +1,5 @@
 """x5.3: the short convolution and its state."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -24,12 +22,8 @@ def test_a_single_token_moves_the_state() -> None:
     """A decode: the oldest input leaves, the others move up."""
     x, state, weight = torch.tensor([[100.0]]), torch.tensor([[20.0], [60.0]]), torch.tensor([[1.0, 2.0, 3.0]])
     _, after = convolve(x, state, weight)
-    worked_case(
-        "x5.3 decode",
-        after.flatten().tolist(),
-        [60.0, 100.0],
-        "20 is no longer needed: 60 and 100 are the last two inputs",
-    )
+    says = "20 is no longer needed: 60 and 100 are the last two inputs"
+    worked_case("x5.3 decode", after.flatten().tolist(), [60.0, 100.0], says)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -45,9 +39,7 @@ def test_pieces_give_what_the_whole_gives(width: int, pieces: list[int]) -> None
         outputs.append(out)
     says = f"a prompt in pieces of {pieces}: outputs are not silu of what torch's own convolution gives, each channel by itself"
     torch.testing.assert_close(torch.cat(outputs), expected, msg=says)
-    assert torch.equal(state, x[12 - width :]), (
-        f"the state is the last K - 1 inputs, of which K = {width} has {width - 1}"
-    )
+    assert torch.equal(state, x[12 - width :]), f"the state is the last {width - 1} inputs, K - 1"
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -63,9 +55,8 @@ def test_sequences_are_independent(shape: tuple[int, ...], width: int) -> None:
     assert all(map(torch.equal, given, copies)), "an argument was written over"
     for s in np.ndindex(*batch):
         alone, own = convolve(x[s], state[s], weight)
-        torch.testing.assert_close(
-            out[s], alone, msg=f"sequence {s} of a batch {list(x.shape)}, K = {width}: other outputs than alone"
-        )
+        says = f"sequence {s} of a batch {list(x.shape)}, K = {width}: other outputs than alone"
+        torch.testing.assert_close(out[s], alone, msg=says)
         says = f"the state of sequence {s} of a batch {list(x.shape)}, K = {width}: not the last {width - 1} inputs"
         assert after[s].shape == own.shape and torch.equal(after[s], own), says
 
@@ -79,18 +70,15 @@ def test_half_precision() -> None:
     _, after = convolve(x.float(), state, torch.full((2, 4), 0.3))
     assert after.dtype == torch.bfloat16, f"the state has the dtype of the slot, not that of x, {after.dtype}"
     exact = 4 * float(x[0, 0]) * float(torch.tensor(0.3).bfloat16())
-    torch.testing.assert_close(
-        out[0, 0].item(), F.silu(torch.tensor(exact)).item(), rtol=1e-5, atol=0, msg="the sum was rounded"
-    )
+    right = F.silu(torch.tensor(exact)).item()
+    torch.testing.assert_close(out[0, 0].item(), right, rtol=1e-5, atol=0, msg="the sum was rounded")
 
 
 def test_a_state_in_float32_beside_tokens_of_16_bits() -> None:
     """K = 4 and one token: two of the old inputs stay, with all their digits."""
     state = torch.tensor([[0.1], [0.2], [0.3]])
     out, after = convolve(torch.tensor([[0.5]]).bfloat16(), state, torch.ones(1, 4))
-    assert after.dtype == torch.float32, (
-        f"the state is in its own dtype, float32, not in that of the tokens, {after.dtype}"
-    )
+    assert after.dtype == torch.float32, f"the state keeps its own dtype, float32, not the tokens', {after.dtype}"
     kept = after[:, 0].tolist()
     assert torch.equal(after[:2], state[1:]) and kept[2] == 0.5, f"0.2, 0.3 and 0.5 as they were, not {kept}"
     says = "silu of 0.1 + 0.2 + 0.3 + 0.5, of which none is rounded to 16 bits"

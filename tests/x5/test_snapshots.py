@@ -1,7 +1,5 @@
 """x5.4 and x5.5: snapshots of states, by whom they are found, and which of them goes; then all of it in an engine."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -51,18 +49,14 @@ class TestFinding:
     def test_without_a_snapshot_nothing_is_found(self) -> None:
         cache = SnapshotCache(2)
         cache.cache_snapshot(_taken(cache), 4, 99)
-        assert cache.longest_prefix(blocks(11, 12)) == ([], None), (
-            "no block of this prefix has a snapshot: it begins anew"
-        )
+        assert cache.longest_prefix(blocks(11, 12)) == ([], None), "no block has a snapshot: it begins anew"
         assert cache.longest_prefix([]) == ([], None), "nothing is cached"
 
     def test_the_first_block_alone(self) -> None:
         cache = SnapshotCache(2)
         cache.cache_snapshot(_taken(cache), 4, 11)
         found, snapshot = cache.longest_prefix(blocks(11, 12))
-        assert [b.serial for b in found] == [11] and snapshot is not None, (
-            "the first block has a snapshot, and counts too"
-        )
+        assert [b.serial for b in found] == [11] and snapshot is not None, "the first block has a snapshot and counts"
 
     def test_a_second_snapshot_of_a_block_gives_its_slot_back(self) -> None:
         """Two sequences with one prompt ran side by side; both saved their state at the same block."""
@@ -74,9 +68,7 @@ class TestFinding:
         used = [s.last_used for s in cache._by_serial.values()]
         assert used == [0], f"it was taken at 0, and nobody has begun with it since: last used at {used}"
         _, snapshot = cache.longest_prefix(blocks(11))
-        assert snapshot is not None and snapshot.slot == first, (
-            "the first one stays: it may be loaded in this very step"
-        )
+        assert snapshot is not None and snapshot.slot == first, "the first one stays: this step may load it"
         assert len(cache) == 1, f"one block has one snapshot, not {len(cache)}"
         assert cache.allocate() == second, "the second slot is free again"
 
@@ -112,9 +104,7 @@ class TestEvicting:
     def test_any_snapshots_in_any_order(self) -> None:
         chance = random.Random(0)
         for _ in range(200):
-            pairs = chance.sample(
-                [(used, n) for used in (0, 1, 2, 9) for n in (16, 32, 48, 4096)], chance.randint(1, 8)
-            )
+            pairs = chance.sample([(u, n) for u in (0, 1, 2, 9) for n in (16, 32, 48, 4096)], chance.randint(1, 8))
             kept = [Snapshot(slot, n, used, 90 - slot) for slot, (used, n) in enumerate(pairs)]
             found = snapshot_to_evict(kept)
             says = f"of (last used, tokens) {pairs} goes {min(pairs)}, not {(found.last_used, found.num_tokens)}"
@@ -133,9 +123,7 @@ class Once:
         self.snapshots, self.walked = snapshots, False
 
     def __iter__(self) -> Iterator[Snapshot]:
-        assert not self.walked, (
-            "what can be iterated may be an iterator, which gives its snapshots once: they were asked for twice"
-        )
+        assert not self.walked, "what can be iterated may be an iterator: the snapshots were asked for twice"
         self.walked = True
         return iter(self.snapshots)
 

@@ -1,7 +1,5 @@
 """The embedded hybrid model: its files, its logits against transformers', its stories."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -42,9 +40,7 @@ def test_a_story_is_told() -> None:
 def test_the_roofline_counts_states() -> None:
     """Two prompts of 10 tokens, answers of 5 and of 3: 4 steps and 6 decodes, counted by hand from the configuration."""
     setup = set_up(EngineConfig(model="stories-hybrid", device="cpu", milestone="m6"))
-    linear = (
-        2 * 128 + 128 + 128 + 2 * 4
-    ) * 256 + 128 * 256  # queries, keys, values, gate; the two gates of the rule; back
+    linear = (2 * 128 + 128 + 128 + 2 * 4) * 256 + 128 * 256  # queries, keys, values, gate; the rule's two gates; back
     full = 2 * 256 * 256 + 2 * 128 * 256 + 256 * 256  # queries and gates, keys and values; back
     weights = 6 * 3 * 768 * 256 + 4 * linear + 2 * full
     state = 4 * (3 * 384 + 4 * 64 * 32) * 4  # last inputs of the convolution and matrices of four layers, float32

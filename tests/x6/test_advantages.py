@@ -1,7 +1,5 @@
 """x6.1: how much better each answer is than its group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -38,9 +36,7 @@ def test_one_right_answer_of_many() -> None:
 
 def test_what_all_rewards_share_changes_nothing() -> None:
     got = group_advantages(torch.tensor([[10_000.0, 10_001.0]]))[0]
-    says = (
-        f"10,000 more for both answers leaves -1 and 1, not {got.tolist()}: squares of 10,000 have no digits left for 1"
-    )
+    says = f"10,000 more for both leaves -1 and 1, not {got.tolist()}: its square has no digits left for 1"
     torch.testing.assert_close(got, torch.tensor([-1.0, 1.0]), rtol=1e-4, atol=1e-4, msg=says)
 
 

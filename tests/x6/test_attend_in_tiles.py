@@ -1,7 +1,5 @@
 """x6.3: attention whose sums are split at the same places, whatever else is there."""
 
-from __future__ import annotations
-
 from math import exp, log
 
 import pytest
@@ -123,9 +121,7 @@ def test_in_half_precision_scores_are_float32_before_the_scale() -> None:
         product = (query[0, 0] @ key[0, 0, :2].T).double()[0] * scale
         right = product.softmax(0)[0].item()
         says = f"scores {product.tolist()} give position 0 the weight {right:.4f}, not {found:.4f}"
-        assert found == pytest.approx(right, rel=2e-3), (
-            f"{says}: the product is float32 before it is multiplied by scale"
-        )
+        assert found == pytest.approx(right, rel=2e-3), f"{says}: it is float32 before the scale"
 
 
 @pytest.mark.parametrize("length", [50, 300])
@@ -149,6 +145,5 @@ def test_neighbours_change_no_bit() -> None:
         alone[:, :, 0] = query[:, :, i]
         at = torch.zeros_like(positions)
         at[:, 0] = positions[:, i]
-        assert torch.equal(attend_in_tiles(alone, key, value, at, 0.25)[:, :, 0], whole[:, :, i]), (
-            f"the token at position {140 + i} gets other bits alone than beside others: tiles are the same for both"
-        )
+        says = f"the token at position {140 + i} gets other bits alone than beside others: tiles are the same for both"
+        assert torch.equal(attend_in_tiles(alone, key, value, at, 0.25)[:, :, 0], whole[:, :, i]), says

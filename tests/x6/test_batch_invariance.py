@@ -1,7 +1,5 @@
 """A request has the same bits whatever else the engine does: the promise of `batch_invariant=True`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from folovllm import LLM, SamplingParams
 from folovllm.electives.rollouts.trainer import Policy
+from folovllm.models.registry import PLAIN_LAYERS
 from tests.helpers import tiny_checkpoint
 from tests.x5.checkpoints import hybrid_checkpoint
 
@@ -43,11 +42,9 @@ def alone() -> Iterator[LLM]:
 
 @settings(max_examples=12)
 @given(
-    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6),
-    budget=st.sampled_from([8, 13, 64, 512]),
-    blocks=st.sampled_from([8, 14, 60]),
-    milestone=st.sampled_from(["m3", "m5", "m6"]),
-)
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6), budget=st.sampled_from([8, 13, 64, 512]),
+    blocks=st.sampled_from([8, 14, 60]), milestone=st.sampled_from(["m3", "m5", "m6"]),
+)  # fmt: skip
 def test_batches_chunks_and_preemption_change_no_bit(
     alone: LLM, lengths: list[int], budget: int, blocks: int, milestone: str
 ) -> None:
@@ -99,30 +96,28 @@ def test_the_trainers_logprobs_are_the_engines_bits(alone: LLM, lengths: list[tu
 
 
 def test_the_trainers_gradients_are_those_of_plain_layers(alone: LLM) -> None:
-    """Backwards it may round differently, and must compute the same."""
-    from folovllm.models.registry import PLAIN_LAYERS
+    check_gradients(alone, 40, 17)
 
-    sequences, prompts = [prompt(1, 40), prompt(2, 17)], [5, 1]
-    gradients = []
+
+def check_gradients(llm: LLM, *lengths: int) -> None:
+    """Backwards it may round differently, and must compute the same."""
+    sequences, gradients = [prompt(i, length) for i, length in enumerate(lengths, 1)], []
     for layers in (None, PLAIN_LAYERS):
-        policy = Policy(alone, layers)
-        torch.cat(policy.logprobs(sequences, prompts)).sum().backward()
+        policy = Policy(llm, layers)
+        torch.cat(policy.logprobs(sequences, [5, 1])).sum().backward()
         gradients.append({name: p.grad for name, p in policy.model.named_parameters()})
     for name, expected in gradients[1].items():
         assert expected is not None and expected.any()
         torch.testing.assert_close(gradients[0][name], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({"milestone": "m1"}, "m2 or later"),
-        ({"compile": True}, "leave it out"),
-        ({"tensor_parallel_size": 2}, "leave tensor_parallel_size at 1"),
-        ({"kv_cache_dtype": "fp8"}, "8 bits"),
-        ({"speculative_method": "ngram"}, "do not work together"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "says"), [
+    ({"milestone": "m1"}, "m2 or later"),
+    ({"compile": True}, "leave it out"),
+    ({"tensor_parallel_size": 2}, "leave tensor_parallel_size at 1"),
+    ({"kv_cache_dtype": "fp8"}, "8 bits"),
+    ({"speculative_method": "ngram"}, "do not work together"),
+])  # fmt: skip
 def test_what_breaks_the_promise_is_refused(overrides: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         engine(**overrides)

@@ -1,7 +1,5 @@
 """The demo: its rewards, its loop, and what it leaves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,9 +32,7 @@ def test_rollouts_are_exactly_on_policy_and_the_weights_go_back(monkeypatch: pyt
     with LLM(device="cpu", use_tqdm=False, batch_invariant=True, max_num_seqs=8, num_kv_blocks=300) as llm:
         before = {name: w.clone() for name, w in llm.get_weights().items()}
         first, second = islice(demo.train(llm, SMALL), 2)
-        assert first.off_policy == second.off_policy == 0, (
-            "engine and trainer differ in a bit, before or after an update"
-        )
+        assert first.off_policy == second.off_policy == 0, "engine and trainer differ in a bit around an update"
         assert first.rollout_tokens == 2 * 2 * 12
         assert any(not torch.equal(w, before[name]) for name, w in llm.get_weights().items())
 
@@ -52,7 +48,7 @@ def test_each_group_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
             asked.append([(each.seed, each.temperature) for each in params])
             return generate(prompts, params, **options)
 
-        llm.generate = noted  # type: ignore[method-assign]
+        llm.generate = noted
         list(islice(demo.train(llm, replace(SMALL, max_tokens=1)), 2))
     assert len({seed for seeds in asked for seed, _ in seeds}) == 4
     assert {temperature for seeds in asked for _, temperature in seeds} == {1.0}, "or they are not the policy's own"

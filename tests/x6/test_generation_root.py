@@ -1,7 +1,5 @@
 """x6.2: the hash before a first block, for each generation of weights."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """x6.4: the importance ratio, from the log-probabilities of engine and trainer."""
 
-from __future__ import annotations
-
 from math import log
 
 import pytest
@@ -35,9 +33,7 @@ def test_no_gradient_reaches_the_engine() -> None:
     policy, engine = (torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(2))
     ratio = importance_ratio(policy, engine)
     gradients = torch.autograd.grad(ratio.sum(), (policy, engine), allow_unused=True)
-    assert gradients[0] is not None and gradients[0].tolist() == [1.0, 1.0], (
-        f"that of `policy` is 1, not {gradients[0]}"
-    )
+    assert gradients[0] is not None and gradients[0].tolist() == [1.0, 1.0], f"`policy`'s is 1, not {gradients[0]}"
     assert gradients[1] is None or not gradients[1].any(), f"the engine's are data, and have a gradient: {gradients[1]}"
     assert torch.is_grad_enabled() and engine.requires_grad, "the tensor that came in has lost its own gradient"
 
@@ -45,9 +41,7 @@ def test_no_gradient_reaches_the_engine() -> None:
 def test_far_apart_is_not_cut() -> None:
     policy, engine = torch.tensor([-0.5, -9.0], requires_grad=True), torch.tensor([-7.5, -1.0])
     ratio = importance_ratio(policy, engine)
-    assert ratio.tolist() == pytest.approx([1096.633, 0.000335463], rel=1e-5), (
-        "exp(7) and exp(-8): the loss clips, not this"
-    )
+    assert ratio.tolist() == pytest.approx([1096.633, 0.000335463], rel=1e-5), "exp(7), exp(-8): only the loss clips"
     ratio.sum().backward()
     assert policy.grad is not None, "the trainer's part must keep its gradient"
     assert policy.grad.tolist() == pytest.approx(ratio.tolist()), "its gradient is the ratio itself, however large"

@@ -1,7 +1,5 @@
 """Kernels whose result for a token has the same bits in any batch: interpreted here, compiled on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +21,7 @@ from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm
 from tests.helpers import tiny_checkpoint
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
-from tests.x6.test_batch_invariance import Answer, answers, prompt
+from tests.x6.test_batch_invariance import Answer, answers, check_gradients, prompt
 from tools.bench_attention import make_batch
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -153,9 +151,7 @@ def trainers(llm: LLM, prompts: list[list[int]], found: list[Answer]) -> list[li
     return [row.tolist() for row in Policy(llm).logprobs(sequences, [len(p) for p in prompts])]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow", "ignore:invalid value"
-)  # nothing is computed for padding, and nothing read
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of padding, which nobody reads
 def test_the_engine_and_the_trainer() -> None:
     """Alone and beside others, in chunks, found again in the cache, and in the trainer: the same bits."""
     prompts = [prompt(0, 3), prompt(1, 17), prompt(1, 17) + prompt(2, 4)]
@@ -167,17 +163,8 @@ def test_the_engine_and_the_trainer() -> None:
 
 
 def test_gradients_of_kernels_are_those_of_plain_layers() -> None:
-    from folovllm.models.registry import PLAIN_LAYERS
-
-    gradients = []
     with engine(dtype="float32") as llm:
-        for layers in (None, PLAIN_LAYERS):
-            policy = Policy(llm, layers)
-            torch.cat(policy.logprobs([prompt(1, 9), prompt(2, 4)], [5, 1])).sum().backward()
-            gradients.append({name: p.grad for name, p in policy.model.named_parameters()})
-    for name, expected in gradients[1].items():
-        assert expected is not None and expected.any()
-        torch.testing.assert_close(gradients[0][name], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+        check_gradients(llm, 9, 4)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Quantized weights in place: after an update the engine is one that began with the new codes, bit by bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -25,13 +23,9 @@ from tests.x6.test_weights import PROMPT, engine, shuffled
 KINDS = BYTE_KINDS | INT4_KINDS
 Kind = tuple[Quantize, dict[str, Any]]
 RANKS: dict[str, Any] = {
-    "device": "cpu",
-    "max_model_len": 64,
-    "num_kv_blocks": 8,
-    "tensor_parallel_size": 2,
-    "dtype": "bfloat16",
+    "device": "cpu", "max_model_len": 64, "num_kv_blocks": 8, "tensor_parallel_size": 2, "dtype": "bfloat16",
     "use_tqdm": False,
-}
+}  # fmt: skip
 
 
 def scores(llm: LLM) -> list[float]:
@@ -63,13 +57,10 @@ def assert_updated(first: Path, other: Path, **overrides: Any) -> None:
         assert scores(llm) == before, "what was repacked for the other weights is left"
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("fp8 blocks", "float32"), ("fp8 tensor", "float32"), ("int8 packed", "float32"), ("gptq", "float32"), ("gptq sorted", "float32"),
-        ("awq", "float32"), ("awq", "bfloat16"), ("packed symmetric", "float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "dtype"), [
+    ("fp8 blocks", "float32"), ("fp8 tensor", "float32"), ("int8 packed", "float32"), ("gptq", "float32"), ("gptq sorted", "float32"),
+    ("awq", "float32"), ("awq", "bfloat16"), ("packed symmetric", "float32"),
+])  # fmt: skip
 def test_packed_layers(kind: str, dtype: str, tmp_path: Path) -> None:
     """Queries, keys and values are one layer, gate and up another. In bfloat16 torch's own kernel has a layout of its own."""
     assert_updated(*two_checkpoints(KINDS[kind], tiny(), tmp_path), dtype=dtype)

@@ -1,7 +1,5 @@
 """A server with `--enable-sleep-mode` has vLLM's three addresses. (`tests/x1/test_addresses.py` knows that without it there are none of them.)"""
 
-from __future__ import annotations
-
 import http.client
 import json
 
@@ -27,12 +25,8 @@ def test_a_server_sleeps_and_wakes(transport: str) -> None:
 
         _, before = server.ask("/v1/completions", STORY)
         assert server.ask("/is_sleeping") == (200, {"is_sleeping": False})
-        for level, parts in (
-            (1, [""]),
-            (2, [""]),
-            (2, ["?tags=weights", "?tags=kv_cache"]),
-            (1, ["?tags=kv_cache&tags=weights"]),
-        ):
+        apart, both = ["?tags=weights", "?tags=kv_cache"], ["?tags=kv_cache&tags=weights"]
+        for level, parts in ((1, [""]), (2, [""]), (2, apart), (1, both)):
             assert post(f"/sleep?level={level}") == (200, "")
             assert server.ask("/health")[0] == 200
             for tags in parts:

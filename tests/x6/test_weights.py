@@ -1,7 +1,5 @@
 """Other weights in place: what is computed, cached and captured afterwards is the new weights'."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
 from folovllm.sampling_params import RequestOutputKind
+from tests.helpers import FAMILIES as PLAIN
 from tests.helpers import tiny_checkpoint
 from tests.x4.checkpoints import FAMILIES as EXPERTS
 from tests.x4.checkpoints import moe_checkpoint
@@ -73,9 +72,7 @@ def shuffled(first: Path, other: Path) -> Path:
     indirect=["checkpoints"],
     ids=str,
 )
-def test_answers_are_those_of_an_engine_that_began_with_these_weights(
-    checkpoints: tuple[Path, Path], overrides: dict[str, Any]
-) -> None:
+def test_answers_as_if_it_began_with_these_weights(checkpoints: tuple[Path, Path], overrides: dict[str, Any]) -> None:
     first, other = checkpoints
     with engine(other, milestone="m3") as llm:
         expected = tokens(llm)
@@ -101,9 +98,7 @@ def test_weights_come_out_as_they_went_in(checkpoints: tuple[Path, Path]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_file_reaches_a_gpu_in_pieces(
-    checkpoints: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_comes_in_pieces(checkpoints: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few rows, through pinned memory that is used again and again."""
     monkeypatch.setattr("folovllm.models.pinned.PIECE", 1000)
     first, other = checkpoints
@@ -191,9 +186,7 @@ def test_no_output_is_lost_and_steps_hand_them_out_in_order(
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [3, 14])
-def test_blocks_that_a_running_request_fills_later_keep_its_generation(
-    checkpoints: tuple[Path, Path], num_prompt_tokens: int
-) -> None:
+def test_blocks_filled_later_keep_their_generation(checkpoints: tuple[Path, Path], num_prompt_tokens: int) -> None:
     """It has no full block yet when the weights change, so no hash: K/V of both weights get a name afterwards."""
     first, other = checkpoints
     with engine(first) as llm:
@@ -230,10 +223,7 @@ NO_WEIGHTS: list[tuple[Any, str]] = [
     (lambda weights: iter([1]), "must hold pairs of a name and a tensor, not 1"),
     (lambda weights: weights | {5: torch.ones(1)}, "must hold pairs of a name and a tensor"),
     (lambda weights: weights | {NO_PLACE: torch.ones(1)}, "for which the model has no place"),
-    (
-        lambda weights: weights | {NORM: weights[NORM] * torch.nan},
-        "holds NaN or infinity as float32: the weights are damaged",
-    ),
+    (lambda weights: weights | {NORM: weights[NORM] * torch.nan}, "holds NaN or infinity as float32: the weights are"),
     (lambda weights: weights | {NORM: weights[NORM].to_sparse()}, "is sparse"),
     (lambda weights: weights | {NORM: weights[NORM][1:]}, r"model\.norm\.weight.*has shape"),
     (lambda weights: weights.pop(NORM) is None or weights, r"the given set of weights lacks model\.norm\.weight"),
@@ -246,9 +236,7 @@ def test_what_are_no_weights_changes_nothing(checkpoints: tuple[Path, Path], dam
     with engine(first) as llm:
         before = tokens(llm)
         with pytest.raises(ValueError, match=says):
-            llm.update_weights(
-                damage({name: -tensor for name, tensor in load_file(first / "model.safetensors").items()})
-            )
+            llm.update_weights(damage({name: -w for name, w in load_file(first / "model.safetensors").items()}))
         assert tokens(llm) == before
 
 
@@ -266,10 +254,7 @@ def test_after_a_failed_update_no_older_prefix_is_found(checkpoints: tuple[Path,
 
 
 FAMILIES = {
-    **{
-        family: partial(tiny_checkpoint, family)
-        for family in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
-    },
+    **{family: partial(tiny_checkpoint, family) for family in (*PLAIN, "gemma3_text")},
     "llama, untied": partial(tiny_checkpoint, "llama", tied=False),
     **{family: partial(moe_checkpoint, family) for family in EXPERTS},
     **{family: partial(hybrid_checkpoint, family) for family in HYBRIDS},
@@ -297,9 +282,8 @@ def test_a_given_stack_of_another_shape_changes_nothing() -> None:
         before = tokens(llm)
         weights = {name: weight.clone() + 1 for name, weight in llm.get_weights().items()}
         name = "model.layers.2.mlp.experts.down_proj"
-        with pytest.raises(
-            ValueError, match=re.escape(f"{name!r} has shape [3, 72, 32], the model expects [4, 72, 32]")
-        ):
+        says = re.escape(f"{name!r} has shape [3, 72, 32], the model expects [4, 72, 32]")
+        with pytest.raises(ValueError, match=says):
             llm.update_weights(weights | {name: weights[name][:3]})
         assert tokens(llm) == before
 
