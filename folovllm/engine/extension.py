@@ -75,12 +75,12 @@ def extension_of(setup: EngineSetup) -> Extension:
     return found
 
 
-def asked_for(table: dict[str, tuple[str, Callable[[Any], bool]]], setup: EngineSetup) -> Callable[..., Any] | None:
-    """What the configuration asks for among a table's entries, if anything. Raises ValueError if it asks for two."""
-    asked = {name: place for name, (place, asks) in table.items() if asks(setup.config)}
+def asked_for(table: dict[str, str], setup: EngineSetup) -> Callable[..., Any] | None:
+    """What the configuration asks for of a table of `plugins`, if anything. Raises ValueError if it asks for two."""
+    asked = [option for option in table if option in setup.config.extras]
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
-    return load_elective(*asked.values(), *asked) if asked else None
+    return load_elective(table[asked[0]], asked[0]) if asked else None
 
 
 def connected(setup: EngineSetup, scheduler: Scheduler, executor: Executor) -> SchedulerLike:

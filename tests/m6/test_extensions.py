@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,16 +47,33 @@ class Counts(Extension):
         self.called.append("close")
 
 
-def llm() -> LLM:
-    return LLM(str(tiny_checkpoint()), milestone="m6", device="cpu", num_kv_blocks=40, block_size=16, use_tqdm=False)
+@dataclass
+class Options:
+    """The keywords that turn it on."""
+
+    counting: bool = False
+    counting_too: bool = False
+
+    def check(self, config: Any) -> None:
+        """They go with everything."""
+
+
+@pytest.fixture(autouse=True)
+def options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("folovllm.plugins.OPTIONS", (f"{__name__}:Options",))
+
+
+def llm(**options: bool) -> LLM:
+    fields: dict[str, Any] = {"milestone": "m6", "device": "cpu", "num_kv_blocks": 40, "block_size": 16}
+    return LLM(str(tiny_checkpoint()), use_tqdm=False, **fields, **options)
 
 
 def test_what_it_returns_stands_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     with llm() as plain:
         expected = plain.generate("Once upon a time", PARAMS)[0].outputs[0].token_ids
     monkeypatch.setattr(Counts, "called", [])
-    monkeypatch.setattr(extensions, "EXTENSIONS", {"counting": (f"{__name__}:Counts", lambda config: True)})
-    with llm() as own:
+    monkeypatch.setattr(extensions, "EXTENSIONS", {"counting": f"{__name__}:Counts"})
+    with llm(counting=True) as own:
         scheduler, runner = own.engine.scheduler, own.engine.executor._worker.runner  # type: ignore[attr-defined]
         for part, kind in ((scheduler, Scheduler), (runner, GraphRunner)):
             assert isinstance(part, kind) and type(part).__name__ == "Own"
@@ -65,10 +83,9 @@ def test_what_it_returns_stands_in_the_engine(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = (f"{__name__}:Counts", lambda config: True)
-    monkeypatch.setattr(extensions, "EXTENSIONS", {"this": place, "that": place})
-    with pytest.raises(ValueError, match="this and that do not work together"):
-        llm()
+    monkeypatch.setattr(extensions, "EXTENSIONS", dict.fromkeys(("counting", "counting_too"), f"{__name__}:Counts"))
+    with pytest.raises(ValueError, match="counting and counting_too do not work together"):
+        llm(counting=True, counting_too=True)
 
 
 def test_a_package_of_which_only_bytecode_is_left_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
