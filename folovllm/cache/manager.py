@@ -5,31 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from folovllm.cache.cached_prefix import PrefixCacheStats
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import BlockState
 from folovllm.request import Sequence
 from folovllm.step.schedule import Extras, ScheduledSequence
-
-
-@dataclass(slots=True)
-class PrefixCacheStats:
-    """Counted at admission, so that a request which waits is not counted at each step."""
-
-    requests: int = 0
-    requests_hit: int = 0
-    tokens: int = 0  # asked for
-    tokens_hit: int = 0  # found
-    evictions: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the admitted tokens that were not computed again."""
-        return self.tokens_hit / self.tokens if self.tokens else 0.0
 
 
 class KVCacheManager(ABC):

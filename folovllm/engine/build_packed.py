@@ -22,6 +22,7 @@ from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.sample.sampler_state import SamplerState
+from folovllm.worker.device_tables import require_memory_of_rows
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
@@ -50,6 +51,7 @@ def make_packed_worker(
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
     extension = extension or extension_of(setup)
+    require_memory_of_rows(setup, extension.num_samples())
     make_runner = extension.model_runner(ModelRunner)
     sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layers_of(setup, extension)
     backend, graphs = attention_backend(setup, extension), (user_component(setup.config, "graph_cache") or AllGraphs)

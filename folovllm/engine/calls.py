@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, overload
 
-from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
+from folovllm.cache.cached_prefix import PrefixCacheStats
+from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.core import EngineCore
 from folovllm.engine.events import ExpertsAsked, Listener
 from folovllm.engine.input_processor import InputProcessor

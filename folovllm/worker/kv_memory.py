@@ -63,31 +63,6 @@ def num_blocks_that_fit(
     return num_blocks
 
 
-def require_memory_of_rows(setup: EngineSetup, num_samples: int) -> None:
-    """Raise ValueError if the free memory does not hold the tables of rows and of the most samples of a step.
-
-    They are made on no device and counted: sampling states, and for packed steps block tables and the step's logits. Where far
-    more than they can take is free, nothing is counted.
-    """
-    rows, vocab_size, nowhere, config = setup.max_num_seqs, setup.vocab_size, torch.device("meta"), setup.config
-    free, columns = free_memory(setup.device), vocab_size + setup.max_model_len + 4096
-    if 64 * max(rows, num_samples) * columns < free:
-        return
-    from folovllm.sample.sampler_state import SamplerState
-    from folovllm.worker.device_tables import DeviceTables
-
-    kernels = config.packed_steps and setup.device.type == "cuda"
-    num_bytes = SamplerState(rows, vocab_size, nowhere, max_samples=num_samples, use_kernels=kernels).num_bytes
-    if config.packed_steps:
-        blocks = -(-setup.max_model_len // setup.block_size)
-        num_bytes += DeviceTables(rows, blocks, setup.block_size, nowhere).block_tables.nbytes
-        num_bytes += rows * -(-vocab_size // config.tensor_parallel_size) * setup.dtype.itemsize
-    if num_bytes > free:
-        raise ValueError(
-            f"the tables of {rows:,} sequences take {num_bytes:,} bytes, and there are {free:,}: lower max_num_seqs"
-        )
-
-
 def free_memory(device: torch.device) -> int:
     """Bytes that tables may take: nine tenths of what the device has left (of a CPU's memory outside Linux: of all)."""
     memory = Path("/proc/meminfo")

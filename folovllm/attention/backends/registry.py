@@ -30,10 +30,6 @@ def get_backend(name: str) -> type[AttentionBackend]:
         ValueError: there is no backend of that name; the message lists all names.
         BackendUnavailable: a package that the backend needs is not installed.
     """
-    if "," in name:
-        raise ValueError(
-            f"attention_backend {name!r}: pairs of backends are gone, so name one of {', '.join(BACKENDS)}"
-        )
     if name not in BACKENDS:
         raise ValueError(f"unknown attention_backend {name!r}: choose one of {', '.join(BACKENDS)}")
     module, _, symbol = BACKENDS[name].partition(":")
