@@ -114,7 +114,7 @@ class World:
 def cells_of(kv: Any) -> list[Cell]:
     """The blocks as their manager has them."""
     if isinstance(kv, BlockManager):
-        return [Cell(b.ref_count, b._next is not None, b.hash, b.serial, b.parent) for b in kv.blocks]
+        return [Cell(b.ref_count, b in {*kv._free}, b.hash, b.serial, b.parent) for b in kv.blocks]
     return [Cell(int(i not in kv._free), i in kv._free) for i in range(kv.num_blocks)]
 
 
