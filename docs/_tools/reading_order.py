@@ -84,6 +84,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/rms_norm.py", "", ""),
         ("kernels/qk_norm_rope.py", "", ""),
         ("kernels/activation.py", "", ""),
+        ("models/kernel_layers.py", "", ""),
         ("models/fused.py", "", ""),
     ],
     "m5": [

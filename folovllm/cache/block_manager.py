@@ -148,7 +148,6 @@ class BlockManager(KVCacheManager):
         seq.block_table.clear()
 
     def free(self, seq: Sequence) -> None:
-        """Take back all that `seq` holds."""
         table = tuple(seq.block_table) if self.events.on else ()
         self.deallocate(seq)
         if table:
@@ -181,7 +180,6 @@ class BlockManager(KVCacheManager):
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence holds."""
         return len(self._free)
 
     def _num_missing(self, seq: Sequence, num_new_tokens: int) -> int:

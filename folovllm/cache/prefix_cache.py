@@ -195,11 +195,9 @@ class PrefixCachingBlockManager(BlockManager):
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """What the cache has counted."""
         return self.prefix_cache.stats
 
     def reset(self) -> None:
-        """Forget all cached prefixes."""
         self.prefix_cache.reset()
         if self.connector is not None:
             self.connector.reset()

@@ -65,10 +65,6 @@ class ProcessGroup:
             return self._one_shot(x)
         return self._together(lambda: dist.all_reduce(x), x)
 
-    def is_one_shot(self, x: torch.Tensor) -> bool:
-        """Return whether the one-shot kernel sums tensors like `x`."""
-        return self._one_shot is not None and self._one_shot.can_handle(x)
-
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         everyone = x.new_empty(self.size * x.numel())
         self._together(lambda: gather(everyone, x.contiguous().view(-1)), x)

@@ -1,4 +1,4 @@
-"""How the parts of M2 to M5 are chosen: what serves a batch, and the kernels that its model is built from.
+"""How the parts of M2 to M5 are chosen: what serves a batch.
 
 In some places a class that a learner wrote can stand (`folovllm.learn.builders`).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
@@ -17,9 +17,8 @@ from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
-from folovllm.engine.cpu_threads import largest_product
 from folovllm.engine.event_stream import Events
-from folovllm.engine.extension import Extension, connected
+from folovllm.engine.extension import Extension, asked_for
 from folovllm.engine.scheduler import (
     Scheduler,
     SchedulerLike,
@@ -36,15 +35,9 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.learn import builders
 from folovllm.models.loader import load_native_model
 from folovllm.models.model_config import num_linear_of, window_of
-from folovllm.models.written_files import cache_dir
-from folovllm.plugins import SNAPSHOTS, named
+from folovllm.plugins import CONNECTORS, SNAPSHOTS, named
 from folovllm.sample.sampler import Sampler
 from folovllm.worker.model_runner import ModelRunner
-
-if TYPE_CHECKING:
-    from folovllm.kernels.cpu.ops import CpuKernels
-
-LARGE = 50_000_000  # bytes of weights: below this, kernels for a CPU gain less than their compiling takes
 
 
 def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor, events: Events) -> SchedulerLike:
@@ -69,7 +62,11 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
         on_full=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )
-    return connected(setup, scheduler, executor)
+    if (make_connector := asked_for(CONNECTORS, setup)) is None:
+        return scheduler
+    from folovllm.engine.connected_scheduler import ConnectedScheduler
+
+    return ConnectedScheduler(scheduler, make_connector(setup, executor, scheduler.kv))
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
@@ -111,46 +108,13 @@ def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBack
 
 
 def layer_set(setup: EngineSetup) -> LayerSet:
-    """What the model is built from, and where it counts what it does, if somebody wants to know (`LayerSet`)."""
-    return replace(kernels_for(setup), counters={} if setup.config.extras.get("count_experts") else None)
+    """What the model is built from: plain torch (M1), or kernels (M4); and where it counts what it does, if somebody wants to know."""
+    layers, config = LayerSet(), setup.config
+    if config.compile or config.packed_steps or not setup.backend.startswith("torch"):
+        from folovllm.models.kernel_layers import kernel_layers
 
-
-def kernels_for(setup: EngineSetup) -> LayerSet:
-    """Plain torch (M1), one kernel instead of several operations (M4), kernels for few tokens, and products that norm and
-    add as they go (M6); or layers that are compiled, where that is asked for.
-    """
-    if setup.config.compile:
-        from folovllm.layers.compiled import compiled_layers
-
-        return replace(compiled_layers(), kernels=setup.device.type == "cuda")
-    if (kernels := cpu_kernels(setup)) is not None:
-        from folovllm.models.cpu_layers import cpu_layers
-
-        return cpu_layers(kernels)
-    if "triton" not in setup.backend and "flash_attn" not in setup.backend:
-        return LayerSet()
-    from folovllm.models.fused import fused_layers
-    from folovllm.models.fused_layer import skinny_layers
-
-    return (skinny_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
-
-
-def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
-    """Load the kernels for a CPU (M6); None without a compiler, or for a small model, which would wait for it and gain little."""
-    wanted = setup.device.type == "cpu" and setup.backend == "torch_paged" and setup.config.packed_steps
-    if not wanted or weight_bytes(setup) < LARGE:
-        return None
-    from folovllm.kernels.cpu.library import load
-    from folovllm.kernels.cpu.ops import CpuKernels
-
-    library = load(setup.dtype, cache_dir)
-    return None if library is None else CpuKernels(library, setup.dtype)
-
-
-def weight_bytes(setup: EngineSetup) -> int:
-    """Bytes of the head and of all MLPs, about: most of a model."""
-    outputs, inputs = largest_product(setup, 1)
-    return inputs * (setup.vocab_size + 3 * setup.hf_config.num_hidden_layers * outputs) * setup.dtype.itemsize
+        layers = kernel_layers(setup)
+    return replace(layers, counters={} if config.extras.get("count_experts") else None)
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:

@@ -8,13 +8,7 @@ from functools import partial
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.engine.build_batch import (
-    attention_backend,
-    cache_manager,
-    layers_of,
-    make_sampler,
-    user_component,
-)
+from folovllm.engine.build_batch import attention_backend, cache_manager, layers_of, make_sampler, user_component
 from folovllm.engine.extension import Extension, extension_of
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor

@@ -113,11 +113,11 @@ class EngineCalls:
         """
         core = self.core
         state = snapshot(self.setup, core.scheduler.kv, core.num_steps, core.output_processor.requests.values())
-        if not experts or not self.setup.config.extras.get("count_experts"):
-            return core.events.subscribe(listener, state)
-        core.events.subscribe(listener, state, lambda: ExpertsAsked(self.expert_load()))
-        core.events.emit(ExpertsAsked(self.expert_load()))
-        self.core.events.drain()
+        core.events.subscribe(listener, state)
+        if experts and self.setup.config.extras.get("count_experts"):
+            core.events.sources[listener] = lambda: ExpertsAsked(self.expert_load())
+            core.events.emit(core.events.sources[listener]())
+            core.events.drain()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from folovllm.plugins import COMMANDS, CONNECTORS, EXTENSIONS, is_installed, load_elective, named
+from folovllm.plugins import COMMANDS, EXTENSIONS, is_installed, load_elective, named
 
 if TYPE_CHECKING:
     import typer
 
     from folovllm.attention.backends.abstract import AttentionBackend
-    from folovllm.engine.scheduler import Scheduler, SchedulerLike
+    from folovllm.engine.scheduler import Scheduler
     from folovllm.engine.setup import EngineSetup
     from folovllm.executor.abstract import Executor
     from folovllm.layers.layer_set import LayerSet
@@ -70,9 +70,7 @@ class Extension:
 
 def extension_of(setup: EngineSetup) -> Extension:
     """The extension that the configuration asks for, or one that changes nothing. Raises ValueError if it asks for two."""
-    make = asked_for(EXTENSIONS, setup)
-    found: Extension = Extension(setup) if make is None else make(setup)
-    return found
+    return (asked_for(EXTENSIONS, setup) or Extension)(setup)
 
 
 def asked_for(table: dict[str, str], setup: EngineSetup) -> Callable[..., Any] | None:
@@ -81,15 +79,6 @@ def asked_for(table: dict[str, str], setup: EngineSetup) -> Callable[..., Any] |
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
     return load_elective(table[asked[0]], asked[0]) if asked else None
-
-
-def connected(setup: EngineSetup, scheduler: Scheduler, executor: Executor) -> SchedulerLike:
-    """The scheduler, with what brings K/V from elsewhere if the configuration asks for that."""
-    if (make := asked_for(CONNECTORS, setup)) is None:
-        return scheduler
-    from folovllm.engine.connected_scheduler import ConnectedScheduler
-
-    return ConnectedScheduler(scheduler, make(setup, executor, scheduler.kv))
 
 
 def add_commands(app: typer.Typer) -> None:

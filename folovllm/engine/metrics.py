@@ -31,7 +31,7 @@ def report_step(
     output: SchedulerOutput, result: StepResult,
 ) -> None:  # fmt: skip
     """Tell listeners that a step has ended (`StepEnded`), and which sequences with it."""
-    for source in events.sources:
+    for source in events.sources.values():
         events.emit(source())
     used = 0 if scheduler.kv is None else scheduler.kv.num_used
     events.emit(StepEnded(step, start, arrived, end, output, result, len(scheduler.waiting), used))

@@ -63,7 +63,6 @@ class OverlappedEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests are being served."""
         return bool(self.core.output_processor.requests)
 
     def _collect(self) -> list[RequestOutput]:

@@ -9,17 +9,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.events import Aborted, Admitted, Budget, Preempted, Refused, StepBegan
 from folovllm.engine.logprobs import scores_of
 from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
-
-NO_TOKENS = np.empty(0, np.int32)  # of a sequence whose one token is in flight
+from folovllm.step.schedule import NO_TOKENS, ScheduledSequence, SchedulerOutput
 
 
 class SchedulerLike(Protocol):
@@ -105,7 +101,7 @@ class BatchRows:
             new_blocks, row.num_sent = tuple(table[num_sent:]), len(table)
         end = start + num_new_tokens
         num_samples = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
-        tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS
+        tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS  # else its one token is in flight
         scores = None if seq.params.prompt_logprobs is None else scores_of(seq, start, end)
         return ScheduledSequence(
             seq.seq_id, row.number, start, end, tokens, new_blocks, num_sent, num_samples, sampling, scores
@@ -212,7 +208,6 @@ class Scheduler:
         return (seq.request.priority if self._by_priority else 0, seq.seq_id)
 
     def abort(self, *seqs: Sequence) -> None:
-        """End sequences at once and give back what they hold."""
         gone = set(seqs)  # one pass for all: to remove each by itself is quadratic
         self.waiting = [seq for seq in self.waiting if seq not in gone]
         self.running = [seq for seq in self.running if seq not in gone]
@@ -254,7 +249,6 @@ class Scheduler:
         return builder.output()
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the step that was decided last, in their order."""
         return self._rows.owners(output)
 
     @property

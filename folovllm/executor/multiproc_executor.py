@@ -20,13 +20,7 @@ from folovllm.distributed.children import import_path, python_command
 from folovllm.distributed.group import child_environment
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import T
-from folovllm.executor.messages import (
-    CALL,
-    STOP,
-    decode_result,
-    encode_step,
-    longest_messages,
-)
+from folovllm.executor.messages import CALL, STOP, decode_result, encode_step, longest_messages
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.executor.plain_setup import plain
 from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready, spin_seconds
@@ -241,17 +235,12 @@ class MultiprocExecutor(PackedExecutor):
         return self._ranks.call(function, arguments)
 
     def shutdown(self) -> None:
-        """End the ranks. A second call does nothing."""
         self._end()
 
     def _send(self, step: PackedStep | TokenBitmasks) -> RemoteStep | None:
+        self._write(encode_step(step))
         if isinstance(step, PackedStep) and step.defers_sampling:
-            self._write(encode_step(step))
             return None
-        return self._ask(encode_step(step))
-
-    def _ask(self, message: Int32) -> RemoteStep:
-        self._write(message)
         self._num_results += 1
         return RemoteStep(self._ranks, self._num_results - 1, self._spin)
 

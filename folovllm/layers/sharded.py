@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,23 +12,15 @@ from folovllm.distributed.group import Group
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.fusable import RankSum, fusable
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import PLAIN, LinearMethod, RowParallelLinear
+from folovllm.layers.linear import RowParallelLinear
 
 
 class ShardedRowLinear(RowParallelLinear):
     """Adds up what the ranks computed from their inputs. Only rank 0 has a bias that is not zero, so it counts once."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = False,
-        linear_method: LinearMethod = PLAIN,
-        *,
-        group: Group,
-    ) -> None:
-        """`input_size` is the rank's own."""
-        super().__init__(input_size, output_size, bias, linear_method)
+    def __init__(self, *args: Any, group: Group) -> None:
+        """As for `RowParallelLinear`; `input_size` is the rank's own."""
+        super().__init__(*args)
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

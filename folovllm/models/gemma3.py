@@ -68,7 +68,6 @@ class Gemma3Model(LlamaModel):
 
     @staticmethod
     def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
-        """Return the table of angles of each layer: one that all layers of its kind share."""
         own, kinds, tables = copy(config), config.layer_types[: config.num_hidden_layers], {}
         for kind in set(kinds):
             own.rope_parameters = config.rope_parameters[kind]

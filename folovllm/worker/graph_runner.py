@@ -17,16 +17,7 @@ from folovllm.plugins import CALIBRATION, load_elective
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs, score
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.packed import (
-    Field,
-    PackedStep,
-    Parts,
-    Sample,
-    StepPacker,
-    sample_levels,
-    split,
-    unpack_extras,
-)
+from folovllm.step.packed import Field, PackedStep, Parts, Sample, StepPacker, sample_levels, split, unpack_extras
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables

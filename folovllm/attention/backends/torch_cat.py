@@ -12,32 +12,32 @@ from folovllm.step.forward_batch import ForwardBatch
 class GrowingKVCache:
     """K and V of one sequence in token order, `[n, Hkv, D]` each. Simple and quadratic: every append copies all cached tokens."""
 
+    _kv: torch.Tensor  # [2, n, Hkv, D]
+
     def __init__(self) -> None:
-        self._kv: torch.Tensor | None = None  # [2, n, Hkv, D]
+        self.reset()
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Append the K/V of new tokens, [T, Hkv, D] each."""
-        cached = key.new_empty(2, 0, *key.shape[1:]) if self._kv is None else self._kv
+        cached = self._kv if len(self) else key.new_empty(2, 0, *key.shape[1:])
         self._kv = append_kv(cached, key, value)
 
     def reset(self) -> None:
         """Empty the cache for another sequence."""
-        self._kv = None
+        self._kv = torch.empty(2, 0, 0, 0)
 
     @property
     def key(self) -> torch.Tensor:
         """K of all cached tokens, [n, Hkv, D]."""
-        assert self._kv is not None
         return self._kv[0]
 
     @property
     def value(self) -> torch.Tensor:
         """V of all cached tokens, [n, Hkv, D]."""
-        assert self._kv is not None
         return self._kv[1]
 
     def __len__(self) -> int:
-        return 0 if self._kv is None else self._kv.shape[1]
+        return self._kv.shape[1]
 
 
 class TorchCatBackend(AttentionBackend):
@@ -59,7 +59,6 @@ class TorchCatBackend(AttentionBackend):
         kv_cache.append(key, value)
 
     def sliding(self, window: int) -> AttentionBackend:
-        """Return the backend of a layer in which a token sees `window` tokens."""
         from folovllm.attention.backends.sliding import SlidingCat  # here, for few models have windows
 
         return SlidingCat(self, window)

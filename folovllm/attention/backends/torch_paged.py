@@ -16,7 +16,6 @@ class TorchPagedBackend(TorchNaiveBackend):
     name = "torch_paged"
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Return causal attention, sequence by sequence: [T, Hq, D] -> [T, Hq, D]."""
         queries = torch.split(query, batch.query_lens_host)  # S times [n, Hq, D]
         outputs = [
             attend(new, *gather_blocks(kv_cache, table, seq_len), self.config.scale)

@@ -16,11 +16,17 @@ import numpy as np
 
 from folovllm.electives.structured_output import guidance
 from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
-from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher, ReasoningPrefix
+from folovllm.electives.structured_output.grammar_matcher import (
+    Bitmask,
+    Grammar,
+    GrammarMatcher,
+    ReasoningPrefix,
+    set_bits,
+)
 from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.request import Sequence
-from folovllm.sample.sampling_row import mask_of, mask_width
+from folovllm.sample.sampling_row import mask_width
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import SchedulerOutput
 
@@ -111,7 +117,9 @@ class StructuredOutputManager:
         model_end_ids = sorted(first.eos_token_ids) or end_ids
         grammar = self._grammar(asked, end_ids, model_end_ids)
         params = first.params
-        allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
+        allowed = None
+        if params.allowed_token_ids is not None:
+            set_bits(allowed := np.zeros(mask_width(self._vocab_size), np.int32), params.allowed_token_ids)
         least = params.min_tokens
         matcher = GrammarMatcher(
             grammar, end_ids, model_end_ids=model_end_ids, min_tokens=least, allowed=allowed, prefix=prefix
