@@ -155,11 +155,7 @@ class Rows:
 def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool = False) -> PretrainedConfig:
     """Return the configuration of one rank: heads, widths of MLPs and vocabulary are divided by `size`, so that the model's classes build it without knowing about ranks.
 
-    Args:
-        expert_parallel: each rank holds some experts whole, instead of a part of each.
-
-    Raises:
-        ValueError: the model cannot be split into `size`; the message says which sizes work.
+    With `expert_parallel` each rank holds some experts whole, instead of a part of each. ValueError says which sizes work.
     """
     check_size(hf_config, size, expert_parallel)
     local = deepcopy(hf_config)

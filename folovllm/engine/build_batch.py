@@ -40,7 +40,9 @@ from folovllm.sample.sampler import Sampler
 from folovllm.worker.model_runner import ModelRunner
 
 
-def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor, events: Events) -> SchedulerLike:
+def make_scheduler(
+    setup: EngineSetup, extension: Extension | None, executor: Executor, events: Events
+) -> SchedulerLike:
     """Make the scheduler of a batch that changes at every step (M2)."""
     config = setup.config
     make_kv: Callable[..., KVCacheManager] = cache_manager(config)
@@ -54,7 +56,8 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := user_component(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)
-    scheduler = extension.scheduler(Scheduler, executor)(
+    make = Scheduler if extension is None else extension.scheduler(Scheduler, executor)
+    scheduler = make(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
@@ -62,7 +65,8 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
         on_full=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )
-    if (make_connector := asked_for(CONNECTORS, setup)) is None:
+    make_connector = asked_for(CONNECTORS, setup) if config.extras else None
+    if make_connector is None:
         return scheduler
     from folovllm.engine.connected_scheduler import ConnectedScheduler
 
@@ -86,11 +90,12 @@ def tokens_of_step(config: EngineConfig) -> TokensOfStep:
     return unless_finished(tokens) if config.async_scheduling else tokens
 
 
-def make_model_runner(setup: EngineSetup, extension: Extension) -> ModelRunner:
+def make_model_runner(setup: EngineSetup, extension: Extension | None) -> ModelRunner:
     """Make the runner of our model for a batch (M2)."""
     load_model = partial(load_native_model, setup, layers_of(setup, extension))
-    kind, slots = extension.model_runner(ModelRunner), cache_manager(setup.config).slots
-    return kind(setup, load_model, make_sampler(setup), slots, attention_backend(setup, extension))
+    make = ModelRunner if extension is None else extension.model_runner(ModelRunner)
+    slots, backend = cache_manager(setup.config).slots, attention_backend(setup, extension)
+    return make(setup, load_model, make_sampler(setup), slots, backend)
 
 
 def layers_of(setup: EngineSetup, extension: Extension | None) -> LayerSet:
@@ -98,13 +103,14 @@ def layers_of(setup: EngineSetup, extension: Extension | None) -> LayerSet:
     return layer_set(setup) if extension is None else extension.layer_set(partial(layer_set, setup))
 
 
-def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
+def attention_backend(setup: EngineSetup, extension: Extension | None) -> AttentionBackend:
     """Make the attention backend that the configuration names (M2 to M4); M1's runners have their own."""
     if own := user_component(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
-    return extension.attention_backend(partial(make_backend, setup.backend, setup.attention))
+    usual = partial(make_backend, setup.backend, setup.attention)
+    return usual() if extension is None else extension.attention_backend(usual)
 
 
 def layer_set(setup: EngineSetup) -> LayerSet:

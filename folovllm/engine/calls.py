@@ -82,10 +82,7 @@ class EngineCalls:
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are skipped.
-
-        Raises:
-            ValueError: no request of this one id is being served.
+        Of several ids, those that are not being served are skipped. A single one that is not raises ValueError.
         """
         if isinstance(request_id, str):
             if request_id not in self.core.output_processor.requests:

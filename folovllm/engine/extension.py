@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from folovllm.plugins import COMMANDS, EXTENSIONS, is_installed, load_elective, named
+from folovllm.plugins import EXTENSIONS, load_elective
 
 if TYPE_CHECKING:
-    import typer
-
     from folovllm.attention.backends.abstract import AttentionBackend
     from folovllm.engine.scheduler import Scheduler
     from folovllm.engine.setup import EngineSetup
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 class Extension:
     """What an elective changes in an engine. Each method is a hook; here it returns what the core has without electives.
 
-    An engine has one extension. The driver calls `prepare`, then `model_runner`, `attention_backend`, `layer_set` and, for packed steps,
+    An engine has one extension at most. The driver calls `prepare`, then `model_runner`, `attention_backend`, `layer_set` and, for packed steps,
     `num_samples` and `graph_runner` as it makes the worker, then `scheduler`, and at the end `close`. Each rank of several makes an extension
     of its own from its copy of the setup and never calls `prepare`, `scheduler` or `close`. What a hook returns is called
     as the core's own part is (`folovllm.build`). M1's runners and a learner's own components ask no hook.
@@ -68,9 +66,10 @@ class Extension:
         """Give back what `prepare` made."""
 
 
-def extension_of(setup: EngineSetup) -> Extension:
-    """The extension that the configuration asks for, or one that changes nothing. Raises ValueError if it asks for two."""
-    return (asked_for(EXTENSIONS, setup) or Extension)(setup)
+def extension_of(setup: EngineSetup) -> Extension | None:
+    """The extension that the configuration asks for; None if it asks for none. Raises ValueError if it asks for two."""
+    make = asked_for(EXTENSIONS, setup)
+    return None if make is None else make(setup)
 
 
 def asked_for(table: dict[str, str], setup: EngineSetup) -> Callable[..., Any] | None:
@@ -79,9 +78,3 @@ def asked_for(table: dict[str, str], setup: EngineSetup) -> Callable[..., Any] |
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
     return load_elective(table[asked[0]], asked[0]) if asked else None
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of the packages that are installed."""
-    for module in filter(is_installed, COMMANDS):
-        named(module).add_to(app)

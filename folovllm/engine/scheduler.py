@@ -129,11 +129,7 @@ class StepBuilder:
         self.budget -= num_new_tokens
 
     def withdraw(self, victim: Sequence) -> int:
-        """Note a preemption. If the victim was scheduled already, it leaves the step and gives its budget back.
-
-        Returns:
-            The tokens that it gives back.
-        """
+        """Note a preemption. Returns the victim's tokens that were scheduled already: they leave the step, back to its budget."""
         self.preempted.append(victim.seq_id)
         scheduled = self._scheduled_seqs.pop(victim.seq_id, None)
         num_tokens = 0 if scheduled is None else scheduled.num_new_tokens

@@ -117,10 +117,7 @@ class Ranks:
         return [rank.process.pid for rank in self._ranks]
 
     def check(self) -> None:
-        """Raise an error if a rank has ended, and end the others.
-
-        The error is `WorkerDied`, or a ValueError if a rank could not start because of one.
-        """
+        """If a rank has ended, end the others and raise `WorkerDied`, or the ValueError because of which a rank could not start."""
         if self._error is None:
             for rank in self._ranks:
                 rank.receive()
@@ -212,12 +209,7 @@ class MultiprocExecutor(PackedExecutor):
     """Sends each packed step to all ranks through shared memory. Rank 0 sends back the sampled tokens."""
 
     def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
-        """Start the ranks and wait until all are ready.
-
-        Raises:
-            ValueError: a rank cannot serve this configuration: there is too little memory for the cache, for example.
-            WorkerDied: a rank failed.
-        """
+        """Start the ranks and wait until all are ready. Raises `WorkerDied`, or ValueError for what a rank cannot serve."""
         self._ranks = Ranks(setup, make_rank)
         self._end = weakref.finalize(self, self._ranks.stop)
         self._spin = spin_seconds(setup)

@@ -27,7 +27,7 @@ from folovllm.models.qwen3 import Qwen3Attention
 from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
-    from folovllm.distributed.group import Group
+    from folovllm.distributed.group import ProcessGroup
 
 
 class FusedRMSNorm(RMSNorm):
@@ -64,7 +64,7 @@ class SkinnyLinear(FusablePlain):
         return skinny_linear(x, layer.weight, norm_eps, gated, residual)
 
     def summed(
-        self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
+        self, layer: LinearBase, x: torch.Tensor, group: ProcessGroup, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply and add up over ranks, in one kernel where these have one-shot buffers."""
         if group.one_shot_buffers is not None and self.fuses(layer, x) and can_handle(len(x), layer.weight):

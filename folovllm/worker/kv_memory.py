@@ -32,8 +32,7 @@ def num_blocks_that_fit(
         state_bytes: memory of the sequences' states, which is taken by now; on a CPU it is part of `kv_cache_memory`.
         more_bytes: K and V of one token in layers that are not the model's own.
 
-    Raises:
-        ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
+    Raises ValueError, which says what would fit, if not even one sequence of `max_model_len` does.
     """
     blocks_per_seq = most_blocks_of_a_sequence(setup)
     bytes_per_block = setup.block_size * (setup.kv_bytes_per_token + more_bytes)

@@ -13,6 +13,7 @@ from folovllm import LLM, SamplingParams
 from folovllm.engine import extension as extensions
 from folovllm.engine.extension import Extension
 from folovllm.engine.scheduler import Scheduler
+from folovllm.plugins import is_installed
 from folovllm.worker.graph_runner import GraphRunner
 from tests.helpers import tiny_checkpoint
 
@@ -91,7 +92,7 @@ def test_two_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_package_of_which_only_bytecode_is_left_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone" / "__pycache__").mkdir(parents=True)
     monkeypatch.setattr(folovllm, "__path__", [*folovllm.__path__, str(tmp_path)])
-    assert extensions.is_installed("folovllm.electives.server.cli") and not extensions.is_installed("folovllm.gone.cli")
+    assert is_installed("folovllm.electives.server.cli") and not is_installed("folovllm.gone.cli")
 
 
 def test_without_structured_output_a_request_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""Attention over a cache that grows by concatenation: M1's own backend, which users call "torch_naive" (`engine.setup.NAIVE`)."""
+"""Attention over a cache that grows by concatenation: M1's own backend, which users call "torch_naive"."""
 
 from __future__ import annotations
 
 import torch
 
-from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention
 from folovllm.step.forward_batch import ForwardBatch
 
@@ -44,13 +44,6 @@ class TorchCatBackend(AttentionBackend):
     """The batch is one sequence; each layer's `kv_cache` is a `GrowingKVCache`. There are no slots: new tokens are appended."""
 
     name = "torch_cat"
-
-    @classmethod
-    def check_available(cls, config: AttentionConfig) -> None:
-        """Raise `BackendUnavailable`: `kv_cache="growing"` alone uses this backend."""
-        raise BackendUnavailable(
-            'attention_backend "torch_cat" comes with kv_cache="growing": leave it out, or take "m1"'
-        )
 
     def store(  # type: ignore[override]  # a cache that grows cannot be one tensor
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: GrowingKVCache, slot_mapping: torch.Tensor
