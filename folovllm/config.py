@@ -164,6 +164,10 @@ class EngineConfig:
             raise AttributeError(name)
         return self.extras[name] if name in self.extras else plugins.option_default(name)
 
+    @staticmethod
+    def options() -> list[Any]:  # whose fields are flags, too (`apps.cli.flags`)
+        return list(plugins.option_classes())
+
     @classmethod
     def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
         return cls(milestone=milestone, **overrides)

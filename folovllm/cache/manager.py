@@ -42,10 +42,7 @@ class KVCacheManager(ABC):
         """Make room for the next tokens of `seq`; False (and nothing taken) if there is none."""
 
     def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
-        """Mark the blocks that the next step writes: it will write the K/V of all computed tokens of `seqs`.
-
-        Does nothing unless prefixes are cached.
-        """
+        """Mark the blocks that the next step writes, those of all computed tokens of `seqs`. Does nothing unless prefixes are cached."""
 
     def cache_blocks(self, seq: Sequence) -> None:
         """Mark the blocks of `seq` as written: the K/V of all its computed tokens is there. Does nothing unless prefixes are cached."""

@@ -7,6 +7,7 @@ row cut therefore needs nothing in between: one sum after attention and one afte
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import accumulate
@@ -204,4 +205,20 @@ def check_size(hf_config: PretrainedConfig, size: int, expert_parallel: bool = F
         raise ValueError(
             f"tensor_parallel_size {size} cannot split this model, which has {', '.join(parts)}"
             f"{' and ' + mlps if mlps else ''}: sizes that work are {sizes}"
+        )
+
+
+def check_gpus(device: torch.device, tensor_parallel_size: int) -> None:
+    """Raise ValueError unless each rank of this machine can have a GPU of its own, the ranks' numbers counting from 0."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tensor_parallel_size))  # under torchrun some are elsewhere
+    if device.type != "cuda":
+        return
+    if device.index:
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} takes the first GPUs: device {device} cannot be kept"
+        )
+    if torch.cuda.device_count() < ranks:
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} needs {ranks} GPUs here, and there are "
+            f"{torch.cuda.device_count()}: lower it, or make more visible (CUDA_VISIBLE_DEVICES)"
         )

@@ -11,17 +11,17 @@ from typing import Any, overload
 from folovllm.cache.cached_prefix import PrefixCacheStats
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.core import EngineCore
-from folovllm.engine.events import ExpertsAsked, Listener
+from folovllm.engine.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
+from folovllm.engine.output_processor import RequestState
 from folovllm.engine.require import takes_vllm_arguments
 from folovllm.engine.setup import EngineSetup
-from folovllm.engine.snapshot import snapshot
 from folovllm.models.files import full_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import CALLS, load_elective
-from folovllm.request import Request, Sequence
+from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -159,3 +159,38 @@ class EngineCalls:
         if kv is None or not self.setup.config.enable_prefix_caching:
             raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
         return kv
+
+
+def snapshot(
+    setup: EngineSetup, kv: KVCacheManager | None, num_steps: int, requests: Iterable[RequestState]
+) -> Snapshot:
+    """The state that later events change. `kv` is None where the cache is no pool of blocks."""
+    return Snapshot(
+        num_blocks=0 if kv is None else kv.num_blocks,
+        block_size=setup.block_size,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        num_steps=num_steps,
+        blocks=() if kv is None else tuple(kv.block_states()),
+        sequences=tuple(
+            SequenceState(
+                added=request_added(seq, request.metrics.arrival_time),
+                is_running=seq.status is SequenceStatus.RUNNING,
+                num_tokens=seq.num_tokens,
+                num_computed_tokens=seq.num_computed_tokens,
+                block_table=tuple(seq.block_table),
+                token_ids=seq.token_ids.tolist(),
+            )
+            for request in requests
+            for seq in request.seqs
+            if not seq.status.is_finished
+        ),
+    )
+
+
+def request_added(seq: Sequence, time: float) -> RequestAdded:
+    """The arrival of a sequence."""
+    asked = seq.request
+    return RequestAdded(
+        seq.seq_id, asked.request_id, seq.index, asked.prompt_token_ids, asked.max_tokens, asked.priority, time
+    )

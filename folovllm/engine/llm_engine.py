@@ -14,14 +14,13 @@ import torch
 
 from folovllm import build
 from folovllm.config import EngineConfig
-from folovllm.engine.calls import EngineCalls
+from folovllm.engine.calls import EngineCalls, request_added
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.require import takes_vllm_arguments
 from folovllm.engine.setup import set_up
-from folovllm.engine.snapshot import request_added
 from folovllm.executor.abstract import Executor
 from folovllm.learn import builders
 from folovllm.models.files import load_tokenizer

@@ -12,9 +12,8 @@ from typing import Protocol
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.events import Aborted, Admitted, Budget, Preempted, Refused, StepBegan
 from folovllm.engine.logprobs import scores_of
-from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.request import Sequence, SequenceOutput, SequenceStatus
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus, sampling_spec
 from folovllm.step.schedule import NO_TOKENS, ScheduledSequence, SchedulerOutput
 
 
@@ -264,10 +263,7 @@ class Scheduler:
         return num_free < sum(min(n, budget) // size + 1 for n in missing)
 
     def _grow(self, seq: Sequence, num_new_tokens: int, builder: StepBuilder) -> bool:
-        """Find cache for a running sequence. Without a free block, sequences that rank behind it give way, and at last itself.
-
-        Returns False if there is no room, or if `seq` itself has given way in this step.
-        """
+        """Find cache for a running sequence: those that rank behind it give way, and at last itself. False if it has none after all."""
         if seq.seq_id in builder.preempted:
             return False
         while not self.kv.allocate_slots(seq, num_new_tokens):

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import Aborted, Admitted, Refused, StepBegan
 from folovllm.engine.logprobs import scores_of
-from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.request import Sequence, SequenceOutput, SequenceStatus
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus, sampling_spec
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 

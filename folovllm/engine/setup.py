@@ -13,8 +13,7 @@ from folovllm import plugins
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import choose_backend
 from folovllm.config import EngineConfig
-from folovllm.distributed.gpus import check_gpus
-from folovllm.distributed.sharding import local_config
+from folovllm.distributed.sharding import check_gpus, local_config
 from folovllm.learn import builders
 from folovllm.models.model_config import head_dim_of, num_kv_heads_of, num_linear_of, num_positions
 from folovllm.models.registry import quantization_hook

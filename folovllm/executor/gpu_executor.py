@@ -22,6 +22,7 @@ class GPUExecutor:
         return self._worker.num_kv_blocks
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
+        """Run one step. Raises `NothingScheduled` if it is empty."""
         if not output.scheduled_seqs:
             raise NothingScheduled
         return self._worker.execute_model(output)

@@ -20,9 +20,8 @@ from folovllm.distributed.children import import_path, python_command
 from folovllm.distributed.group import child_environment
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import T
-from folovllm.executor.messages import CALL, STOP, decode_result, encode_step, longest_messages
+from folovllm.executor.messages import CALL, STOP, decode_result, encode_step, longest_messages, plain
 from folovllm.executor.packed_executor import PackedExecutor
-from folovllm.executor.plain_setup import plain
 from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.step.bitmasks import TokenBitmasks

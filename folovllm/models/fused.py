@@ -16,11 +16,10 @@ from folovllm.kernels.skinny_linear import is_supported, skinny_linear
 from folovllm.kernels.summed_linear import can_handle, summed_linear
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.fusable import FusablePlain
-from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase
-from folovllm.models.gemma3 import Gemma3RMSNorm
+from folovllm.models.gemma3 import GeluAndMul, Gemma3RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention

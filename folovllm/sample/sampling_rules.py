@@ -21,7 +21,7 @@ def take_rules(params: Any) -> None:
             setattr(params, name, [])
     if params.structured_outputs is not None:
         params.structured_outputs = load_elective(STRUCTURED_PARAMS, "structured_outputs")(params.structured_outputs)
-    kinds: dict[str, tuple[type, str]] = {"stop": (str, "texts"), "bad_words": (str, "texts")}
+    kinds: dict[str, tuple[type, str]] = {"stop": (str, "stop strings"), "bad_words": (str, "texts")}
     kinds |= dict.fromkeys(("stop_token_ids", "allowed_token_ids"), (Integral, "token ids (whole numbers)"))
     for name, (kind, what) in kinds.items():
         value = getattr(params, name)

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.engine.sampling_spec import sampling_spec
-from folovllm.request import Sequence
+from folovllm.request import Sequence, sampling_spec
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler

@@ -10,10 +10,7 @@ from folovllm.step.forward_batch import ForwardBatch
 
 
 class TorchNaiveBackend(AttentionBackend):
-    """Gathers each sequence's K/V from its blocks, then computes textbook attention. Any block size.
-
-    With one block per sequence, as long as the context, this is a contiguous cache.
-    """
+    """Gathers each sequence's K/V from its blocks, of any size, and computes textbook attention. One long block is a contiguous cache."""
 
     name = "torch_naive"
     supports_prompt_graph = True
