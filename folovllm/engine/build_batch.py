@@ -19,16 +19,7 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.engine.event_stream import Events
 from folovllm.engine.extension import Extension, asked_for
-from folovllm.engine.scheduler import (
-    Scheduler,
-    SchedulerLike,
-    TokensOfStep,
-    chunk,
-    preempt,
-    unless_finished,
-    wait,
-    whole_prompt,
-)
+from folovllm.engine.scheduler import Scheduler, SchedulerLike, chunk, preempt, unless_finished, wait, whole_prompt
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
 from folovllm.layers.layer_set import LayerSet
@@ -82,9 +73,9 @@ def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
     return PrefixCachingBlockManager if config.enable_prefix_caching else BlockManager
 
 
-def tokens_of_step(config: EngineConfig) -> TokensOfStep:
+def tokens_of_step(config: EngineConfig) -> Callable[..., int]:
     """How much of a prompt a step takes: all of it (M2), or what the budget has left (M5); steps that overlap stop in time (M6)."""
-    tokens: TokensOfStep = chunk if config.enable_chunked_prefill else whole_prompt
+    tokens: Callable[..., int] = chunk if config.enable_chunked_prefill else whole_prompt
     if config.enable_chunked_prefill and config.long_prefill_token_threshold:
         tokens = partial(chunk, threshold=config.long_prefill_token_threshold)
     return unless_finished(tokens) if config.async_scheduling else tokens

@@ -23,10 +23,7 @@ AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_pa
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """Return the class of a name. Its `check_available` tells whether it can run here.
-
-    Raises ValueError if there is no backend of that name, `BackendUnavailable` without a package that it needs.
-    """
+    """Return the class of a name. Raises ValueError for an unknown one, `BackendUnavailable` without a package that it needs."""
     if name not in BACKENDS:
         raise ValueError(f"unknown attention_backend {name!r}: choose one of {', '.join(BACKENDS)}")
     module, _, symbol = BACKENDS[name].partition(":")

@@ -12,10 +12,7 @@ from folovllm.step.forward_batch import ForwardBatch
 class GrowingKVCache:
     """K and V of one sequence in token order, `[n, Hkv, D]` each. Simple and quadratic: every append copies all cached tokens."""
 
-    _kv: torch.Tensor  # [2, n, Hkv, D]
-
-    def __init__(self) -> None:
-        self.reset()
+    _kv = torch.empty(2, 0, 0, 0)  # [2, n, Hkv, D]; this one, which is empty, is of all caches
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Append the K/V of new tokens, [T, Hkv, D] each."""
@@ -24,7 +21,7 @@ class GrowingKVCache:
 
     def reset(self) -> None:
         """Empty the cache for another sequence."""
-        self._kv = torch.empty(2, 0, 0, 0)
+        self._kv = GrowingKVCache._kv
 
     @property
     def key(self) -> torch.Tensor:
