@@ -15,7 +15,6 @@ def kernel_layers(setup: EngineSetup) -> LayerSet:
     """One kernel instead of several operations (M4), kernels for few tokens, and products that norm and add as they go (M6); or
     layers that are compiled, where that is asked for. Plain ones where there are no kernels.
     """
-    packed = setup.config.packed_steps
     if setup.config.compile:
         from folovllm.layers.compiled import compiled_layers
 
@@ -24,9 +23,9 @@ def kernel_layers(setup: EngineSetup) -> LayerSet:
         from folovllm.models.fused import fused_layers
         from folovllm.models.fused_layer import skinny_layers
 
-        return (skinny_layers if packed else fused_layers)(setup.attention.head_dim)
+        return (skinny_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
     is_large = setup.device.type == "cpu" and setup.backend == "torch_paged" and weight_bytes(setup) >= LARGE
-    return layers_for_cpu(setup) if packed and is_large else LayerSet()
+    return layers_for_cpu(setup) if setup.config.packed_steps and is_large else LayerSet()
 
 
 def layers_for_cpu(setup: EngineSetup) -> LayerSet:
