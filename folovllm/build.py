@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def make_extension(setup: EngineSetup) -> Extension | None:
-    """Make the extension that the configuration asks for (`folovllm.engine.extension`); None at M1 without electives."""
-    if setup.config.kv_cache == "growing" and not setup.config.extras:
+    """Make the extension that the configuration asks for (`folovllm.engine.extension`); None where no elective changes a part."""
+    if not setup.config.extras:
         return None
     from folovllm.engine.extension import extension_of
 
-    extension = extension_of(setup)
-    extension.prepare()
+    if (extension := extension_of(setup)) is not None:
+        extension.prepare()
     return extension
 
 
@@ -61,7 +61,6 @@ def make_scheduler(
         return SerialScheduler(events)
     from folovllm.engine import build_batch
 
-    assert extension is not None
     return build_batch.make_scheduler(setup, extension, executor, events)
 
 
@@ -70,7 +69,6 @@ def make_executor(setup: EngineSetup, extension: Extension | None) -> Executor:
     if setup.config.packed_steps:
         from folovllm.engine.build_packed import make_packed_executor
 
-        assert extension is not None
         return make_packed_executor(setup, extension)
     from folovllm.executor.gpu_executor import GPUExecutor
     from folovllm.worker.gpu_worker import GPUWorker
@@ -87,7 +85,6 @@ def make_runner(setup: EngineSetup, extension: Extension | None) -> Runner[Sched
     if setup.config.kv_cache != "growing":
         from folovllm.engine.build_batch import make_model_runner
 
-        assert extension is not None
         return make_model_runner(setup, extension)
     return make_serial_runner(setup, extension)
 
@@ -95,7 +92,7 @@ def make_runner(setup: EngineSetup, extension: Extension | None) -> Runner[Sched
 def make_serial_runner(setup: EngineSetup, extension: Extension | None) -> Runner[SchedulerOutput, StepResult]:
     """Make the runner of our model for one sequence (M1), with a loop that a learner wrote where there is one."""
     layers, sampler = LayerSet(), Sampler()
-    if setup.config.compile or extension is not None:
+    if setup.config.compile or setup.config.extras:
         from folovllm.engine import build_batch
 
         layers, sampler = build_batch.layers_of(setup, extension), build_batch.make_sampler(setup)

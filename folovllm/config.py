@@ -165,7 +165,7 @@ class EngineConfig:
         return self.extras[name] if name in self.extras else plugins.option_default(name)
 
     @staticmethod
-    def options() -> list[Any]:
+    def options() -> list[Any]:  # whose fields are flags, too (`apps.cli.flags`)
         return list(plugins.option_classes())
 
     @classmethod
@@ -219,11 +219,17 @@ def check_combinations(config: EngineConfig) -> None:
     """Raise ValueError for two choices that do not fit together."""
     growing, unpaged, hf = config.kv_cache == "growing", config.kv_cache != "paged", config.model_impl == "hf"
     fcfs, batches, prefixes = config.scheduling == "fcfs", config.max_num_seqs != 1, config.enable_prefix_caching
+    attends = config.attention_backend == "auto" or (config.attention_backend == "torch_naive" and not hf)
     m2, packed = 'or use milestone="m2"', "CUDA graphs, async_scheduling and tensor_parallel_size need"
     rules = (
         (hf and not growing, 'model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"'),
         (growing and not fcfs, f'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", {m2}'),
         (growing and batches, f'kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, {m2}'),
+        (
+            growing and not attends,
+            'kv_cache="growing" attends naively with our layers, and in its own way with those of transformers: leave '
+            f'attention_backend out, take "torch_naive" and model_impl="native", {m2}',
+        ),
         (unpaged and prefixes, 'enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on'),
         (growing and config.enable_chunked_prefill, "enable_chunked_prefill needs batches: take milestone m2 or later"),
         (unpaged and config.packed_steps, f'{packed} kv_cache="paged", as from milestone m3 on'),

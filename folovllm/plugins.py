@@ -6,7 +6,7 @@ for, and each package may be missing: then a hook does nothing, or says which pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import Field
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,24 +14,13 @@ from typing import Any, ClassVar, Protocol
 
 from folovllm.engine.require import check_fields
 
-# Parts of an engine: by name where its `engine.extension.Extension` is, and whether an `EngineConfig` asks for it.
-EXTENSIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "speculative decoding (X3)": (
-        "folovllm.electives.spec_decode.extension:SpeculativeDecoding",
-        lambda config: "speculative_config" in config.extras,
-    ),
-    "batch_invariant (X6)": (
-        "folovllm.electives.rollouts.extension:BatchInvariance",
-        lambda config: "batch_invariant" in config.extras,
-    ),
+# Parts of an engine: by the option that asks for them, where their `engine.extension.Extension` is.
+EXTENSIONS = {
+    "speculative_config": "folovllm.electives.spec_decode.extension:SpeculativeDecoding",
+    "batch_invariant": "folovllm.electives.rollouts.extension:BatchInvariance",
 }
 # What brings K/V from elsewhere, likewise: functions of (setup, executor, kv) that make a `cache.connector:KVConnector`.
-CONNECTORS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "kv_offload (X7)": (
-        "folovllm.electives.kv_transfer.offload:OffloadConnector",
-        lambda config: "kv_offload" in config.extras,
-    ),
-}
+CONNECTORS = {"kv_offload": "folovllm.electives.kv_transfer.offload:OffloadConnector"}
 # Keywords of `EngineConfig` that electives own: dataclasses of them (`Options`).
 OPTIONS = (
     "folovllm.electives.quantization.options:QuantizationOptions",

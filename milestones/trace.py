@@ -29,7 +29,7 @@ ASIDE_FILES = (
     "engine/require.py", "sampling_params.py", "engine/spelling.py",
 )  # fmt: skip
 ASIDE_NAMES = re.compile(
-    r"Speeds|added|[Qq]uantization|(use|most|choose)_threads|largest_product|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
+    r"Speeds|added|[Qq]uantization|(use|most|choose)_threads|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
 )
 SETUP = "putting the engine together"
 OWN_SETUP = "putting it together with our own layers"

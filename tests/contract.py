@@ -14,7 +14,7 @@ from folovllm.attention.backends.registry import BACKENDS, get_backend
 from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.kv_format import UNSCALED
 
-PAGED = tuple(name for name in BACKENDS if name != "torch_cat")  # the others keep their K/V in blocks
+PAGED = tuple(BACKENDS)  # they keep their K/V in blocks
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # inputs are standard normal
 LARGEST_BLOCK = 256  # of a backend that does not take a case's blocks

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import get_backend
-from folovllm.attention.backends.torch_cat import GrowingKVCache
+from folovllm.attention.backends.torch_cat import GrowingKVCache, TorchCatBackend
 from folovllm.layers.attention import Attention
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.loader import load_model
@@ -219,7 +219,7 @@ class Driver:
         heads, head_dim = config.num_key_value_heads, head_dim_of(config)
         on = torch.device(device)
         attention = AttentionConfig(config.num_attention_heads, heads, head_dim, dtype, on, block_size, max_seqs)
-        self.backend = get_backend(backend)(attention)
+        self.backend = (TorchCatBackend if backend == "torch_cat" else get_backend(backend))(attention)
         blocks = -(-max_len // block_size)
         order = torch.randperm(max_seqs * blocks, generator=torch.Generator().manual_seed(0))
         self.tables = order.view(max_seqs, blocks).int().to(device)  # [max_seqs, max_blocks]

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.sampling_spec import sampling_spec
-from folovllm.request import Request, Sequence
+from folovllm.request import Request, Sequence, sampling_spec
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sample.sampling_row import pack_rows
 from folovllm.sampling_params import SamplingParams

@@ -26,7 +26,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("engine/event_stream.py", "", ""),
         ("engine/events.py", "", ""),
         ("engine/serial_scheduler.py", "", ""),
-        ("engine/sampling_spec.py", "", ""),
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
         ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
         ("engine/output_processor.py", "", "v1/engine/output_processor.py"),
@@ -84,6 +83,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/rms_norm.py", "", ""),
         ("kernels/qk_norm_rope.py", "", ""),
         ("kernels/activation.py", "", ""),
+        ("models/kernel_layers.py", "", ""),
         ("models/fused.py", "", ""),
     ],
     "m5": [

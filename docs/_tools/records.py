@@ -60,8 +60,6 @@ BLOCK = {
     "token_ids": ("the prefix cache", "its tokens as bytes: a hit must have the same, for hashes can collide"),
     "serial": ("the prefix cache", "the number of this publication; each gets a new one"),
     "parent": ("the prefix cache", "the serial of the block before it; 0 for a first block"),
-    "_previous": ("the free list", "neighbour in the list of free blocks: freed earlier"),
-    "_next": ("the free list", "neighbour on the other side: freed later"),
 }
 
 

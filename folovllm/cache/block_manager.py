@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -31,53 +32,37 @@ class Block:
     token_ids: bytes = b""
     serial: int = 0
     parent: int = 0
-    _previous: Block | None = field(default=None, repr=False)  # neighbours in the free list
-    _next: Block | None = field(default=None, repr=False)
 
 
 class FreeList:
-    """A doubly linked list through the blocks themselves: no search, no allocation."""
+    """The free blocks, least recently freed first: a dictionary in the order of its entries, so no operation searches."""
 
-    def __init__(self, blocks: list[Block], events: Events | None = None) -> None:
+    def __init__(self, blocks: Iterable[Block], events: Events | None = None) -> None:
         self._events = Events() if events is None else events
-        self._ends = Block(-1)  # a sentinel between the last and the first: no end is a special case
-        self._ends._previous = self._ends._next = self._ends
-        self._length = 0
-        for block in blocks:
-            self._link(block)
+        self._blocks = OrderedDict((block.block_id, block) for block in blocks)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
 
     def append(self, block: Block) -> None:
         """Add the most recently freed block."""
-        self._link(block)
+        self._blocks[block.block_id] = block
         if self._events.on:
             self._events.emit(BlockFreed(block.block_id))
 
-    def _link(self, block: Block) -> None:
-        last = self._ends._previous
-        assert last is not None
-        block._previous, block._next = last, self._ends
-        last._next = self._ends._previous = block
-        self._length += 1
-
     def remove(self, block: Block) -> None:
-        """Take a block out, wherever it is."""
-        before, after = block._previous, block._next
-        assert before is not None and after is not None, (
-            f"block {block.block_id} is not free, so it cannot be taken out"
-        )
-        before._next, after._previous = after, before
-        block._previous = block._next = None
-        self._length -= 1
+        """Take a block out, wherever it is. Raises KeyError if it is not free."""
+        del self._blocks[block.block_id]
         if self._events.on:
             self._events.emit(BlockClaimed(block.block_id))
 
     def popleft(self) -> Block:
         """Take the least recently freed block. Raises IndexError if there is none."""
-        block = self._ends._next
-        if block is None or block is self._ends:
+        block = next(iter(self), None)
+        if block is None:
             raise IndexError("no free block")
         self.remove(block)
         return block
@@ -86,13 +71,7 @@ class FreeList:
 def prepend(free: FreeList, block: Block) -> None:
     """Add a block that holds nothing of use: the next one to be taken."""
     free.append(block)
-    ends, first, last = free._ends, free._ends._next, block._previous
-    if first is block:
-        return
-    assert first is not None and last is not None
-    last._next, ends._previous = ends, last
-    block._previous, block._next = ends, first
-    ends._next = first._previous = block
+    free._blocks.move_to_end(block.block_id, last=False)
 
 
 class BlockManager(KVCacheManager):
@@ -169,7 +148,6 @@ class BlockManager(KVCacheManager):
         seq.block_table.clear()
 
     def free(self, seq: Sequence) -> None:
-        """Take back all that `seq` holds."""
         table = tuple(seq.block_table) if self.events.on else ()
         self.deallocate(seq)
         if table:
@@ -193,15 +171,15 @@ class BlockManager(KVCacheManager):
 
     def block_states(self) -> Iterable[BlockState]:
         """The blocks that a sequence holds or that have a name."""
+        free = {*self._free}
         for block in self.blocks:
-            is_free = block._next is not None
+            is_free = block in free
             if block.ref_count or not is_free or block.hash is not None:
                 name = block.hash, block.serial, block.parent, block.token_ids
                 yield BlockState(block.block_id, block.ref_count, is_free, *name)
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence holds."""
         return len(self._free)
 
     def _num_missing(self, seq: Sequence, num_new_tokens: int) -> int:

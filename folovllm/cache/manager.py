@@ -5,31 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from folovllm.cache.cached_prefix import PrefixCacheStats
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import BlockState
 from folovllm.request import Sequence
 from folovllm.step.schedule import Extras, ScheduledSequence
-
-
-@dataclass(slots=True)
-class PrefixCacheStats:
-    """Counted at admission, so that a request which waits is not counted at each step."""
-
-    requests: int = 0
-    requests_hit: int = 0
-    tokens: int = 0  # asked for
-    tokens_hit: int = 0  # found
-    evictions: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the admitted tokens that were not computed again."""
-        return self.tokens_hit / self.tokens if self.tokens else 0.0
 
 
 class KVCacheManager(ABC):
@@ -58,10 +42,7 @@ class KVCacheManager(ABC):
         """Make room for the next tokens of `seq`; False (and nothing taken) if there is none."""
 
     def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
-        """Mark the blocks that the next step writes: it will write the K/V of all computed tokens of `seqs`.
-
-        Does nothing unless prefixes are cached.
-        """
+        """Mark the blocks that the next step writes, those of all computed tokens of `seqs`. Does nothing unless prefixes are cached."""
 
     def cache_blocks(self, seq: Sequence) -> None:
         """Mark the blocks of `seq` as written: the K/V of all its computed tokens is there. Does nothing unless prefixes are cached."""

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 import xxhash
 
 from folovllm.cache.block_manager import Block, BlockManager
-from folovllm.cache.cached_prefix import CachedPrefix
+from folovllm.cache.cached_prefix import CachedPrefix, PrefixCacheStats
 from folovllm.cache.connector import KVConnector
-from folovllm.cache.manager import PrefixCacheStats
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit
 from folovllm.request import Sequence, SequenceStatus
@@ -196,11 +195,9 @@ class PrefixCachingBlockManager(BlockManager):
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """What the cache has counted."""
         return self.prefix_cache.stats
 
     def reset(self) -> None:
-        """Forget all cached prefixes."""
         self.prefix_cache.reset()
         if self.connector is not None:
             self.connector.reset()

@@ -60,19 +60,16 @@ class SlotManager(KVCacheManager):
         return True
 
     def free(self, seq: Sequence) -> None:
-        """Take the block back."""
         self._free.extend(seq.block_table)
         if self.events.on and seq.block_table:
             self.events.emit(TableFreed(seq.seq_id, tuple((i, 0) for i in seq.block_table)))
         seq.block_table.clear()
 
     def block_states(self) -> Iterable[BlockState]:
-        """The blocks that sequences hold."""
         return (BlockState(i, 1, False) for i in sorted({*range(self.num_blocks)} - {*self._free}))
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence holds."""
         return len(self._free)
 
     @staticmethod

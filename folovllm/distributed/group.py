@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,24 +26,11 @@ class PeersLost(ConnectionError):
     """A collective failed, most likely because another rank ended. The error of that rank is the cause."""
 
 
-class Group(Protocol):
-    """The ranks that share a model. All ranks make the same calls in the same order."""
-
-    rank: int
-    size: int
-    one_shot_buffers: OneShotBuffers | None  # with these a kernel sums over the ranks itself, without `all_reduce`
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up all ranks' `x`, and return the sum on every rank. `x` may be overwritten."""
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Collect all ranks' `x` on every rank: [size, *x.shape]."""
-
-
 class ProcessGroup:
-    """A `Group` of processes over torch.distributed's default group: NCCL between GPUs, gloo between CPUs.
+    """The ranks that share a model, over torch.distributed's default group: NCCL between GPUs, gloo between CPUs.
 
-    A process can be in one such group only. Therefore each rank of each engine is a process of its own.
+    A process can be in one such group only. Therefore each rank of each engine is a process of its own. All ranks make the same
+    calls in the same order. With `one_shot_buffers` a kernel sums over the ranks itself, without `all_reduce`.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any = None) -> None:
@@ -60,16 +47,13 @@ class ProcessGroup:
         self.one_shot_buffers = make_one_shot_buffers(rank, size, device) if self._one_shot is not None else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Small sums on GPUs use the one-shot kernel, all others NCCL or gloo."""
+        """Add up all ranks' `x`, which may be overwritten; returns the sum. Small sums on GPUs use the one-shot kernel."""
         if self._one_shot is not None and self._one_shot.can_handle(x):
             return self._one_shot(x)
         return self._together(lambda: dist.all_reduce(x), x)
 
-    def is_one_shot(self, x: torch.Tensor) -> bool:
-        """Return whether the one-shot kernel sums tensors like `x`."""
-        return self._one_shot is not None and self._one_shot.can_handle(x)
-
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Collect all ranks' `x` on every rank: [size, *x.shape]."""
         everyone = x.new_empty(self.size * x.numel())
         self._together(lambda: gather(everyone, x.contiguous().view(-1)), x)
         return everyone.view(self.size, *x.shape)

@@ -7,6 +7,7 @@ row cut therefore needs nothing in between: one sum after attention and one afte
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import accumulate
@@ -155,11 +156,7 @@ class Rows:
 def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool = False) -> PretrainedConfig:
     """Return the configuration of one rank: heads, widths of MLPs and vocabulary are divided by `size`, so that the model's classes build it without knowing about ranks.
 
-    Args:
-        expert_parallel: each rank holds some experts whole, instead of a part of each.
-
-    Raises:
-        ValueError: the model cannot be split into `size`; the message says which sizes work.
+    With `expert_parallel` each rank holds some experts whole, instead of a part of each. ValueError says which sizes work.
     """
     check_size(hf_config, size, expert_parallel)
     local = deepcopy(hf_config)
@@ -181,31 +178,39 @@ def cut_sizes(hf_config: PretrainedConfig, expert_parallel: bool) -> dict[str, i
     names = [] if experts and expert_parallel else ["moe_intermediate_size" if has_own else "intermediate_size"]
     shared = experts and getattr(hf_config, "shared_expert_intermediate_size", None)
     names += ["shared_expert_intermediate_size"] * bool(shared)
-    return {name: getattr(hf_config, name) for name in names} | linear_heads_of(hf_config)
-
-
-def linear_heads_of(hf_config: PretrainedConfig) -> dict[str, int]:
-    """The config's fields that count the heads of linear attention, if some layers are of that kind: {name: heads}."""
-    names = ("linear_num_key_heads", "linear_num_value_heads") if num_linear_of(hf_config) else ()
+    names += ["linear_num_key_heads", "linear_num_value_heads"] * bool(num_linear_of(hf_config))
     return {name: getattr(hf_config, name) for name in names}
 
 
 def check_size(hf_config: PretrainedConfig, size: int, expert_parallel: bool = False) -> None:
     """Raise ValueError unless every rank gets whole heads and the same number of them, and an equal part of the MLPs."""
     heads, kv_heads, experts = hf_config.num_attention_heads, num_kv_heads_of(hf_config), num_experts_of(hf_config)
-    widths = list(cut_sizes(hf_config, expert_parallel).values())
+    cut = cut_sizes(hf_config, expert_parallel)
 
     def works(n: int) -> bool:
-        whole = all(inner % n == 0 for inner in widths) and not (expert_parallel and experts % n)
+        whole = all(inner % n == 0 for inner in cut.values()) and not (expert_parallel and experts % n)
         return heads % n == 0 and whole and (kv_heads % n == 0 or n % kv_heads == 0)
 
     if not works(size):
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if works(n))
         parts = [f"{heads} query heads", f"{kv_heads} KV heads"] + [f"{experts} experts"] * expert_parallel
-        linear = linear_heads_of(hf_config)
-        parts += [f"{max(linear.values())} heads of linear attention"] if linear else []
-        mlps = " and ".join([f"an MLP of {inner}" for inner in widths[: len(widths) - len(linear)]])
+        parts += [f"{name} {number}" for name, number in cut.items()]
         raise ValueError(
-            f"tensor_parallel_size {size} cannot split this model, which has {', '.join(parts)}"
-            f"{' and ' + mlps if mlps else ''}: sizes that work are {sizes}"
+            f"tensor_parallel_size {size} cannot split this model, which has {', '.join(parts)}: sizes that work are {sizes}"
+        )
+
+
+def check_gpus(device: torch.device, tensor_parallel_size: int) -> None:
+    """Raise ValueError unless each rank of this machine can have a GPU of its own, the ranks' numbers counting from 0."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tensor_parallel_size))  # under torchrun some are elsewhere
+    if device.type != "cuda":
+        return
+    if device.index:
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} takes the first GPUs: device {device} cannot be kept"
+        )
+    if torch.cuda.device_count() < ranks:
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} needs {ranks} GPUs here, and there are "
+            f"{torch.cuda.device_count()}: lower it, or make more visible (CUDA_VISIBLE_DEVICES)"
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from folovllm.engine.inputs import Prompt, encode, is_one_prompt, parse_prompt
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.prompt_forms import TokensPrompt
-from folovllm.engine.require import require, takes_vllm_arguments
+from folovllm.engine.require import Limits, check_fields, require, takes_vllm_arguments
 from folovllm.models.files import eos_token_ids
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
@@ -35,14 +35,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            require(type(value) is int and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}")
-        power: Any = self.length_penalty
-        ends = self.ignore_eos
-        is_power = isinstance(power, (int, float)) and not isinstance(power, bool) and -50 <= power <= 50
-        require(is_power, f"length_penalty must be a number from -50 to 50, not {power!r}")
-        require(isinstance(ends, bool), f"ignore_eos must be True or False, not {ends!r}")
+        check_fields(type(self), asdict(self), {"length_penalty": Limits(-50, 50, "from -50 to 50")})
 
 
 @dataclass(slots=True)
@@ -130,13 +123,12 @@ class BeamSearch:
 
 
 def _best(beams: list[BeamSearchSequence], params: BeamSearchParams) -> list[BeamSearchSequence]:
-    return sorted(beams, key=lambda beam: _score(beam, params), reverse=True)[: params.beam_width]
+    """The beams with the highest log-probability over the length to a power. An end-of-text id does not count as length."""
 
+    def score(beam: BeamSearchSequence) -> float:
+        return beam.cum_logprob / (len(beam.tokens) - (beam.finish_reason == "stop")) ** params.length_penalty
 
-def _score(beam: BeamSearchSequence, params: BeamSearchParams) -> float:
-    """The log-probability over the length to a power. An end-of-text id does not count as length."""
-    length = len(beam.tokens) - (beam.finish_reason == "stop")
-    return beam.cum_logprob / length**params.length_penalty
+    return sorted(beams, key=score, reverse=True)[: params.beam_width]
 
 
 def _with_text(beam: BeamSearchSequence, tokenizer: Any) -> BeamSearchSequence:

@@ -1,4 +1,4 @@
-"""How the parts of M2 to M5 are chosen: what serves a batch, and the kernels that its model is built from.
+"""How the parts of M2 to M5 are chosen: what serves a batch.
 
 In some places a class that a learner wrote can stand (`folovllm.learn.builders`).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
@@ -17,37 +17,23 @@ from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
-from folovllm.engine.cpu_threads import largest_product
 from folovllm.engine.event_stream import Events
-from folovllm.engine.extension import Extension, connected
-from folovllm.engine.scheduler import (
-    Scheduler,
-    SchedulerLike,
-    TokensOfStep,
-    chunk,
-    preempt,
-    unless_finished,
-    wait,
-    whole_prompt,
-)
+from folovllm.engine.extension import Extension, asked_for
+from folovllm.engine.scheduler import Scheduler, SchedulerLike, chunk, preempt, unless_finished, wait, whole_prompt
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
 from folovllm.layers.layer_set import LayerSet
 from folovllm.learn import builders
 from folovllm.models.loader import load_native_model
 from folovllm.models.model_config import num_linear_of, window_of
-from folovllm.models.written_files import cache_dir
-from folovllm.plugins import SNAPSHOTS, named
+from folovllm.plugins import CONNECTORS, SNAPSHOTS, named
 from folovllm.sample.sampler import Sampler
 from folovllm.worker.model_runner import ModelRunner
 
-if TYPE_CHECKING:
-    from folovllm.kernels.cpu.ops import CpuKernels
 
-LARGE = 50_000_000  # bytes of weights: below this, kernels for a CPU gain less than their compiling takes
-
-
-def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor, events: Events) -> SchedulerLike:
+def make_scheduler(
+    setup: EngineSetup, extension: Extension | None, executor: Executor, events: Events
+) -> SchedulerLike:
     """Make the scheduler of a batch that changes at every step (M2)."""
     config = setup.config
     make_kv: Callable[..., KVCacheManager] = cache_manager(config)
@@ -61,7 +47,8 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := user_component(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)
-    scheduler = extension.scheduler(Scheduler, executor)(
+    make = Scheduler if extension is None else extension.scheduler(Scheduler, executor)
+    scheduler = make(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
@@ -69,7 +56,12 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
         on_full=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )
-    return connected(setup, scheduler, executor)
+    make_connector = asked_for(CONNECTORS, setup) if config.extras else None
+    if make_connector is None:
+        return scheduler
+    from folovllm.engine.connected_scheduler import ConnectedScheduler
+
+    return ConnectedScheduler(scheduler, make_connector(setup, executor, scheduler.kv))
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
@@ -81,19 +73,20 @@ def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
     return PrefixCachingBlockManager if config.enable_prefix_caching else BlockManager
 
 
-def tokens_of_step(config: EngineConfig) -> TokensOfStep:
+def tokens_of_step(config: EngineConfig) -> Callable[..., int]:
     """How much of a prompt a step takes: all of it (M2), or what the budget has left (M5); steps that overlap stop in time (M6)."""
-    tokens: TokensOfStep = chunk if config.enable_chunked_prefill else whole_prompt
+    tokens: Callable[..., int] = chunk if config.enable_chunked_prefill else whole_prompt
     if config.enable_chunked_prefill and config.long_prefill_token_threshold:
         tokens = partial(chunk, threshold=config.long_prefill_token_threshold)
     return unless_finished(tokens) if config.async_scheduling else tokens
 
 
-def make_model_runner(setup: EngineSetup, extension: Extension) -> ModelRunner:
+def make_model_runner(setup: EngineSetup, extension: Extension | None) -> ModelRunner:
     """Make the runner of our model for a batch (M2)."""
     load_model = partial(load_native_model, setup, layers_of(setup, extension))
-    kind, slots = extension.model_runner(ModelRunner), cache_manager(setup.config).slots
-    return kind(setup, load_model, make_sampler(setup), slots, attention_backend(setup, extension))
+    make = ModelRunner if extension is None else extension.model_runner(ModelRunner)
+    slots, backend = cache_manager(setup.config).slots, attention_backend(setup, extension)
+    return make(setup, load_model, make_sampler(setup), slots, backend)
 
 
 def layers_of(setup: EngineSetup, extension: Extension | None) -> LayerSet:
@@ -101,56 +94,24 @@ def layers_of(setup: EngineSetup, extension: Extension | None) -> LayerSet:
     return layer_set(setup) if extension is None else extension.layer_set(partial(layer_set, setup))
 
 
-def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
+def attention_backend(setup: EngineSetup, extension: Extension | None) -> AttentionBackend:
     """Make the attention backend that the configuration names (M2 to M4); M1's runners have their own."""
     if own := user_component(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
-    return extension.attention_backend(partial(make_backend, setup.backend, setup.attention))
+    usual = partial(make_backend, setup.backend, setup.attention)
+    return usual() if extension is None else extension.attention_backend(usual)
 
 
 def layer_set(setup: EngineSetup) -> LayerSet:
-    """What the model is built from, and where it counts what it does, if somebody wants to know (`LayerSet`)."""
-    return replace(kernels_for(setup), counters={} if setup.config.extras.get("count_experts") else None)
+    """What the model is built from: plain torch (M1), or kernels (M4); and where it counts what it does, if somebody wants to know."""
+    layers, config = LayerSet(), setup.config
+    if config.compile or config.packed_steps or not setup.backend.startswith("torch"):
+        from folovllm.models.kernel_layers import kernel_layers
 
-
-def kernels_for(setup: EngineSetup) -> LayerSet:
-    """Plain torch (M1), one kernel instead of several operations (M4), kernels for few tokens, and products that norm and
-    add as they go (M6); or layers that are compiled, where that is asked for.
-    """
-    if setup.config.compile:
-        from folovllm.layers.compiled import compiled_layers
-
-        return replace(compiled_layers(), kernels=setup.device.type == "cuda")
-    if (kernels := cpu_kernels(setup)) is not None:
-        from folovllm.models.cpu_layers import cpu_layers
-
-        return cpu_layers(kernels)
-    if "triton" not in setup.backend and "flash_attn" not in setup.backend:
-        return LayerSet()
-    from folovllm.models.fused import fused_layers
-    from folovllm.models.fused_layer import skinny_layers
-
-    return (skinny_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
-
-
-def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
-    """Load the kernels for a CPU (M6); None without a compiler, or for a small model, which would wait for it and gain little."""
-    wanted = setup.device.type == "cpu" and setup.backend == "torch_paged" and setup.config.packed_steps
-    if not wanted or weight_bytes(setup) < LARGE:
-        return None
-    from folovllm.kernels.cpu.library import load
-    from folovllm.kernels.cpu.ops import CpuKernels
-
-    library = load(setup.dtype, cache_dir)
-    return None if library is None else CpuKernels(library, setup.dtype)
-
-
-def weight_bytes(setup: EngineSetup) -> int:
-    """Bytes of the head and of all MLPs, about: most of a model."""
-    outputs, inputs = largest_product(setup, 1)
-    return inputs * (setup.vocab_size + 3 * setup.hf_config.num_hidden_layers * outputs) * setup.dtype.itemsize
+        layers = kernel_layers(setup)
+    return replace(layers, counters={} if config.extras.get("count_experts") else None)
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:

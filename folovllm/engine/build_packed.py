@@ -6,15 +6,9 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from folovllm.distributed.group import Group
+from folovllm.distributed.group import ProcessGroup
 from folovllm.distributed.sharding import local_config
-from folovllm.engine.build_batch import (
-    attention_backend,
-    cache_manager,
-    layers_of,
-    make_sampler,
-    user_component,
-)
+from folovllm.engine.build_batch import attention_backend, cache_manager, layers_of, make_sampler, user_component
 from folovllm.engine.extension import Extension, extension_of
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
@@ -22,6 +16,7 @@ from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.sample.sampler_state import SamplerState
+from folovllm.worker.device_tables import require_memory_of_rows
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
@@ -29,7 +24,7 @@ from folovllm.worker.step_graph import AllGraphs
 from folovllm.worker.step_sampler import LocalSampler, StepSampler, TensorParallelSampler
 
 
-def make_packed_executor(setup: EngineSetup, extension: Extension) -> Executor:
+def make_packed_executor(setup: EngineSetup, extension: Extension | None) -> Executor:
     """Make the executor that is sent packed steps, or several that share the model."""
     if setup.config.tensor_parallel_size == 1:
         return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, extension=extension))
@@ -43,13 +38,14 @@ def make_packed_executor(setup: EngineSetup, extension: Extension) -> Executor:
 
 
 def make_packed_worker(
-    setup: EngineSetup, group: Group | None = None, extension: Extension | None = None
+    setup: EngineSetup, group: ProcessGroup | None = None, extension: Extension | None = None
 ) -> tuple[PackedWorker, GraphRunner]:
     """A worker for packed steps, with the whole model or, with a group, a rank's part of it (M6).
 
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
-    extension = extension or extension_of(setup)
+    extension = extension or extension_of(setup) or Extension(setup)
+    require_memory_of_rows(setup, extension.num_samples())
     make_runner = extension.model_runner(ModelRunner)
     sampler, slots, layers = make_sampler(setup), cache_manager(setup.config).slots, layers_of(setup, extension)
     backend, graphs = attention_backend(setup, extension), (user_component(setup.config, "graph_cache") or AllGraphs)

@@ -8,19 +8,20 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, overload
 
-from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
+from folovllm.cache.cached_prefix import PrefixCacheStats
+from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.core import EngineCore
-from folovllm.engine.events import ExpertsAsked, Listener
+from folovllm.engine.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
+from folovllm.engine.output_processor import RequestState
 from folovllm.engine.require import takes_vllm_arguments
 from folovllm.engine.setup import EngineSetup
-from folovllm.engine.snapshot import snapshot
 from folovllm.models.files import full_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import CALLS, load_elective
-from folovllm.request import Request, Sequence
+from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -81,10 +82,7 @@ class EngineCalls:
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are skipped.
-
-        Raises:
-            ValueError: no request of this one id is being served.
+        Of several ids, those that are not being served are skipped. A single one that is not raises ValueError.
         """
         if isinstance(request_id, str):
             if request_id not in self.core.output_processor.requests:
@@ -112,11 +110,11 @@ class EngineCalls:
         """
         core = self.core
         state = snapshot(self.setup, core.scheduler.kv, core.num_steps, core.output_processor.requests.values())
-        if not experts or not self.setup.config.extras.get("count_experts"):
-            return core.events.subscribe(listener, state)
-        core.events.subscribe(listener, state, lambda: ExpertsAsked(self.expert_load()))
-        core.events.emit(ExpertsAsked(self.expert_load()))
-        self.core.events.drain()
+        core.events.subscribe(listener, state)
+        if experts and self.setup.config.extras.get("count_experts"):
+            core.events.sources[listener] = lambda: ExpertsAsked(self.expert_load())
+            core.events.emit(core.events.sources[listener]())
+            core.events.drain()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -161,3 +159,38 @@ class EngineCalls:
         if kv is None or not self.setup.config.enable_prefix_caching:
             raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
         return kv
+
+
+def snapshot(
+    setup: EngineSetup, kv: KVCacheManager | None, num_steps: int, requests: Iterable[RequestState]
+) -> Snapshot:
+    """The state that later events change. `kv` is None where the cache is no pool of blocks."""
+    return Snapshot(
+        num_blocks=0 if kv is None else kv.num_blocks,
+        block_size=setup.block_size,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        num_steps=num_steps,
+        blocks=() if kv is None else tuple(kv.block_states()),
+        sequences=tuple(
+            SequenceState(
+                added=request_added(seq, request.metrics.arrival_time),
+                is_running=seq.status is SequenceStatus.RUNNING,
+                num_tokens=seq.num_tokens,
+                num_computed_tokens=seq.num_computed_tokens,
+                block_table=tuple(seq.block_table),
+                token_ids=seq.token_ids.tolist(),
+            )
+            for request in requests
+            for seq in request.seqs
+            if not seq.status.is_finished
+        ),
+    )
+
+
+def request_added(seq: Sequence, time: float) -> RequestAdded:
+    """The arrival of a sequence."""
+    asked = seq.request
+    return RequestAdded(
+        seq.seq_id, asked.request_id, seq.index, asked.prompt_token_ids, asked.max_tokens, asked.priority, time
+    )

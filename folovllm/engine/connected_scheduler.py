@@ -47,7 +47,6 @@ class ConnectedScheduler:
 
     @property
     def running(self) -> SequenceOf[Sequence]:
-        """Sequences that are being served."""
         return self.inner.running
 
     @property
@@ -56,11 +55,9 @@ class ConnectedScheduler:
         return self.inner.has_preempted or bool(self._loading or self._undecided)
 
     def must_wait(self) -> bool:
-        """Whether the next step can be scheduled only after the tokens in flight have arrived."""
         return self.inner.must_wait()
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence."""
         self.inner.add(seq)
 
     def abort(self, *seqs: Sequence) -> None:
@@ -87,7 +84,6 @@ class ConnectedScheduler:
         return output
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the step that was decided last, in their order."""
         return self.inner.sequences(output)
 
     def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:

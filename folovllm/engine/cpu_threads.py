@@ -52,16 +52,11 @@ def most_threads() -> int:
 def choose_threads(setup: EngineSetup, limit: int) -> int:
     """One for a small model; else what `fastest` finds. The number is that of all ranks together."""
     ranks = 1 if "TORCHELASTIC_RUN_ID" in os.environ else setup.config.tensor_parallel_size  # torchrun's divide nothing
-    outputs, inputs = largest_product(setup, ranks)
+    inputs = int(setup.hf_config.hidden_size)  # of the MLP's first product, the largest; `outputs` as one rank has them
+    outputs = int(getattr(setup.hf_config, "intermediate_size", None) or 4 * inputs) // ranks
     is_small = outputs * inputs < SMALL
     if is_small and ranks == 1:
         return 1
     from folovllm.engine.time_threads import fastest  # here, for a small model does without
 
     return fastest(outputs, inputs, setup.dtype, ranks, limit, is_small)
-
-
-def largest_product(setup: EngineSetup, ranks: int) -> tuple[int, int]:
-    """Outputs and inputs of the MLP's first product, as one rank has it."""
-    inputs = int(setup.hf_config.hidden_size)
-    return int(getattr(setup.hf_config, "intermediate_size", None) or 4 * inputs) // ranks, inputs

@@ -129,7 +129,6 @@ class StreamDetokenizer(IncrementalDetokenizer):
 
     @property
     def num_chars(self) -> int:
-        """Length of the text."""
         return self._buffer.seek(0, 2)
 
     def read(self, start: int, end: int) -> str:
@@ -138,7 +137,6 @@ class StreamDetokenizer(IncrementalDetokenizer):
         return self._buffer.read(max(0, end - start))
 
     def cut(self, end: int) -> None:
-        """Remove the text from the character `end` on."""
         self._buffer.truncate(end)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from folovllm.plugins import COMMANDS, CONNECTORS, EXTENSIONS, is_installed, load_elective, named
+from folovllm.plugins import EXTENSIONS, load_elective
 
 if TYPE_CHECKING:
-    import typer
-
     from folovllm.attention.backends.abstract import AttentionBackend
-    from folovllm.engine.scheduler import Scheduler, SchedulerLike
+    from folovllm.engine.scheduler import Scheduler
     from folovllm.engine.setup import EngineSetup
     from folovllm.executor.abstract import Executor
     from folovllm.layers.layer_set import LayerSet
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 class Extension:
     """What an elective changes in an engine. Each method is a hook; here it returns what the core has without electives.
 
-    An engine has one extension. The driver calls `prepare`, then `model_runner`, `attention_backend`, `layer_set` and, for packed steps,
+    An engine has one extension at most. The driver calls `prepare`, then `model_runner`, `attention_backend`, `layer_set` and, for packed steps,
     `num_samples` and `graph_runner` as it makes the worker, then `scheduler`, and at the end `close`. Each rank of several makes an extension
     of its own from its copy of the setup and never calls `prepare`, `scheduler` or `close`. What a hook returns is called
     as the core's own part is (`folovllm.build`). M1's runners and a learner's own components ask no hook.
@@ -68,31 +66,15 @@ class Extension:
         """Give back what `prepare` made."""
 
 
-def extension_of(setup: EngineSetup) -> Extension:
-    """The extension that the configuration asks for, or one that changes nothing. Raises ValueError if it asks for two."""
+def extension_of(setup: EngineSetup) -> Extension | None:
+    """The extension that the configuration asks for; None if it asks for none. Raises ValueError if it asks for two."""
     make = asked_for(EXTENSIONS, setup)
-    found: Extension = Extension(setup) if make is None else make(setup)
-    return found
+    return None if make is None else make(setup)
 
 
-def asked_for(table: dict[str, tuple[str, Callable[[Any], bool]]], setup: EngineSetup) -> Callable[..., Any] | None:
-    """What the configuration asks for among a table's entries, if anything. Raises ValueError if it asks for two."""
-    asked = {name: place for name, (place, asks) in table.items() if asks(setup.config)}
+def asked_for(table: dict[str, str], setup: EngineSetup) -> Callable[..., Any] | None:
+    """What the configuration asks for of a table of `plugins`, if anything. Raises ValueError if it asks for two."""
+    asked = [option for option in table if option in setup.config.extras]
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
-    return load_elective(*asked.values(), *asked) if asked else None
-
-
-def connected(setup: EngineSetup, scheduler: Scheduler, executor: Executor) -> SchedulerLike:
-    """The scheduler, with what brings K/V from elsewhere if the configuration asks for that."""
-    if (make := asked_for(CONNECTORS, setup)) is None:
-        return scheduler
-    from folovllm.engine.connected_scheduler import ConnectedScheduler
-
-    return ConnectedScheduler(scheduler, make(setup, executor, scheduler.kv))
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of the packages that are installed."""
-    for module in filter(is_installed, COMMANDS):
-        named(module).add_to(app)
+    return load_elective(table[asked[0]], asked[0]) if asked else None

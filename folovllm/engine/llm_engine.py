@@ -14,16 +14,13 @@ import torch
 
 from folovllm import build
 from folovllm.config import EngineConfig
-from folovllm.engine.calls import EngineCalls
+from folovllm.engine.calls import EngineCalls, request_added
 from folovllm.engine.cpu_threads import use_threads
-from folovllm.engine.event_stream import Events
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.require import takes_vllm_arguments
-from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
-from folovllm.engine.snapshot import request_added
 from folovllm.executor.abstract import Executor
 from folovllm.learn import builders
 from folovllm.models.files import load_tokenizer
@@ -55,25 +52,16 @@ class LLMEngine(EngineCalls):
         self.extension = build.make_extension(self.setup)  # None at M1
         executor = build.make_executor(self.setup, self.extension)
         self.core = build.make_core(self.setup, self.extension, executor)
+        self.scheduler, self.events = self.core.scheduler, self.core.events
         self.loop = build.make_loop(self.core, config)  # M1 to M5: the core itself
         self._is_closed = False
         self._lock = threading.Lock()  # of the one call that has the engine
         self.refusal = ""  # why no request is taken for a while, if so
 
     @property
-    def scheduler(self) -> SchedulerLike:
-        """Who waits, and who runs."""
-        return self.core.scheduler
-
-    @property
     def executor(self) -> Executor:
         """What computes the steps."""
         return self.core.executor
-
-    @property
-    def events(self) -> Events:
-        """What happens, and who listens."""
-        return self.core.events
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:

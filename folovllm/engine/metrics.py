@@ -7,19 +7,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
+from folovllm.engine import events as ev
 from folovllm.engine.event_stream import Events
-from folovllm.engine.events import (
-    Aborted,
-    BlocksMoved,
-    DraftsVerified,
-    Event,
-    ExpertsAsked,
-    Finished,
-    RequestAdded,
-    Snapshot,
-    StepBegan,
-    StepEnded,
-)
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import EngineSetup
 from folovllm.request import SequenceOutput
@@ -31,13 +20,13 @@ def report_step(
     output: SchedulerOutput, result: StepResult,
 ) -> None:  # fmt: skip
     """Tell listeners that a step has ended (`StepEnded`), and which sequences with it."""
-    for source in events.sources:
+    for source in events.sources.values():
         events.emit(source())
     used = 0 if scheduler.kv is None else scheduler.kv.num_used
-    events.emit(StepEnded(step, start, arrived, end, output, result, len(scheduler.waiting), used))
+    events.emit(ev.StepEnded(step, start, arrived, end, output, result, len(scheduler.waiting), used))
     for seq, _, status in new:
         if status is not None:
-            events.emit(Finished(seq.seq_id, status.value))
+            events.emit(ev.Finished(seq.seq_id, status.value))
 
 
 SHOWN = (("offloaded", "host"), ("loaded", "host"), ("loaded", "disk"))  # what moved, and where
@@ -79,34 +68,34 @@ class StepLog:
 
     def __init__(self, steps: list[StepStats] | None = None) -> None:
         self.steps = [] if steps is None else steps
-        self._added: dict[int, RequestAdded] = {}  # by seq_id: the sequences that are served
-        self._begun: dict[int, list[RequestAdded | None]] = {}  # by step in flight: whose its scheduled sequences are
+        self._added: dict[int, ev.RequestAdded] = {}  # by seq_id: the sequences that are served
+        self._begun: dict[int, list[ev.RequestAdded | None]] = {}  # by step in flight: whose its sequences are
         self._figures: dict[str, Any] = {}  # fields of the step that is being processed, from events before its end
         self._total: SequenceOf[SequenceOf[int]] = ()  # of the last `ExpertsAsked`
 
-    def __call__(self, events: SequenceOf[Event]) -> None:
+    def __call__(self, events: SequenceOf[ev.Event]) -> None:
         """Take in what happened."""
         for event in events:
-            if isinstance(event, StepBegan):
+            if isinstance(event, ev.StepBegan):
                 self._begun[event.step] = self._owners(event.output)
-            elif isinstance(event, StepEnded):
+            elif isinstance(event, ev.StepEnded):
                 self.steps.append(self._stats(event))
                 self._figures = {}
-            elif isinstance(event, DraftsVerified):
+            elif isinstance(event, ev.DraftsVerified):
                 for name in ("num_draft_tokens", "num_accepted"):
                     self._figures[name] = self._figures.get(name, 0) + getattr(event, name)
-            elif isinstance(event, BlocksMoved) and (event.what, event.place) in SHOWN:
+            elif isinstance(event, ev.BlocksMoved) and (event.what, event.place) in SHOWN:
                 name = f"num_{event.what}"
                 self._figures[name] = self._figures.get(name, 0) + event.num_blocks
-            elif isinstance(event, ExpertsAsked):
+            elif isinstance(event, ev.ExpertsAsked):
                 pairs = zip(self._total, event.counts, strict=bool(self._total))
                 self._figures["experts"] = tuple(tuple(b - a for a, b in zip(*layer, strict=True)) for layer in pairs)
                 self._total = event.counts
-            elif isinstance(event, RequestAdded):
+            elif isinstance(event, ev.RequestAdded):
                 self._added[event.seq_id] = event
-            elif isinstance(event, Finished | Aborted):
+            elif isinstance(event, ev.Finished | ev.Aborted):
                 self._added.pop(event.seq_id, None)
-            elif isinstance(event, Snapshot):
+            elif isinstance(event, ev.Snapshot):
                 self._added = {seq.added.seq_id: seq.added for seq in event.sequences}
 
     def take(self) -> list[StepStats]:
@@ -114,11 +103,11 @@ class StepLog:
         steps, self.steps = self.steps, []
         return steps
 
-    def _owners(self, output: SchedulerOutput) -> list[RequestAdded | None]:
+    def _owners(self, output: SchedulerOutput) -> list[ev.RequestAdded | None]:
         """Whose each scheduled sequence is; None for one that ended before anybody listened."""
         return [self._added.get(scheduled.seq_id) for scheduled in output.scheduled_seqs]
 
-    def _stats(self, event: StepEnded) -> StepStats:
+    def _stats(self, event: ev.StepEnded) -> StepStats:
         """A step's figures. Sequences may have ended since it began, or it was in flight as the log began to listen."""
         owners = self._begun.pop(event.step, None) or self._owners(event.output)
         decodes, scheduled_seqs = 0, []

@@ -160,15 +160,11 @@ def num_visible_chars(seq: Sequence) -> int:
     """Decode; return how many characters are final: the last may begin a stop string. Call it once after the end: it drops the end token."""
     detokenizer = seq.detokenizer
     if seq.status.is_finished:
-        if ended_by_token(seq) and not seq.params.include_stop_str_in_output:
+        by_token = seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
+        if by_token and not seq.params.include_stop_str_in_output:
             detokenizer.forget_last()
         detokenizer.flush()
         return detokenizer.num_chars
     detokenizer.advance()
     held_back = max(map(len, seq.params.stop)) - 1 if seq.params.stop else 0
     return max(0, detokenizer.num_chars - held_back)
-
-
-def ended_by_token(seq: Sequence) -> bool:
-    """Whether the last token is one that ends answers: an end-of-text id (no `stop_reason`), or one of the request's own."""
-    return seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)

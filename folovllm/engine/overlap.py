@@ -26,11 +26,7 @@ class OverlappedEngine:
         self._in_flight: StartedStep | None = None
 
     def step(self) -> list[RequestOutput]:
-        """Start the next step, then hand out what the step before it sampled.
-
-        Raises:
-            NothingScheduled: requests are unfinished, but no step was started and none was in flight.
-        """
+        """Start the next step, then hand out what the step before it sampled. Raises `NothingScheduled` if requests wait for ever."""
         core, before = self.core, self.core.num_steps
         try:
             outputs = self.step_overlapped()
@@ -63,7 +59,6 @@ class OverlappedEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests are being served."""
         return bool(self.core.output_processor.requests)
 
     def _collect(self) -> list[RequestOutput]:

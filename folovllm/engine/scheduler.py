@@ -9,17 +9,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.events import Aborted, Admitted, Budget, Preempted, Refused, StepBegan
 from folovllm.engine.logprobs import scores_of
-from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.request import Sequence, SequenceOutput, SequenceStatus
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
-
-NO_TOKENS = np.empty(0, np.int32)  # of a sequence whose one token is in flight
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus, sampling_spec
+from folovllm.step.schedule import NO_TOKENS, ScheduledSequence, SchedulerOutput
 
 
 class SchedulerLike(Protocol):
@@ -105,7 +100,7 @@ class BatchRows:
             new_blocks, row.num_sent = tuple(table[num_sent:]), len(table)
         end = start + num_new_tokens
         num_samples = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
-        tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS
+        tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS  # else its one token is in flight
         scores = None if seq.params.prompt_logprobs is None else scores_of(seq, start, end)
         return ScheduledSequence(
             seq.seq_id, row.number, start, end, tokens, new_blocks, num_sent, num_samples, sampling, scores
@@ -133,11 +128,7 @@ class StepBuilder:
         self.budget -= num_new_tokens
 
     def withdraw(self, victim: Sequence) -> int:
-        """Note a preemption. If the victim was scheduled already, it leaves the step and gives its budget back.
-
-        Returns:
-            The tokens that it gives back.
-        """
+        """Note a preemption. Returns the victim's tokens that were scheduled already: they leave the step, back to its budget."""
         self.preempted.append(victim.seq_id)
         scheduled = self._scheduled_seqs.pop(victim.seq_id, None)
         num_tokens = 0 if scheduled is None else scheduled.num_new_tokens
@@ -212,7 +203,6 @@ class Scheduler:
         return (seq.request.priority if self._by_priority else 0, seq.seq_id)
 
     def abort(self, *seqs: Sequence) -> None:
-        """End sequences at once and give back what they hold."""
         gone = set(seqs)  # one pass for all: to remove each by itself is quadratic
         self.waiting = [seq for seq in self.waiting if seq not in gone]
         self.running = [seq for seq in self.running if seq not in gone]
@@ -254,7 +244,6 @@ class Scheduler:
         return builder.output()
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the step that was decided last, in their order."""
         return self._rows.owners(output)
 
     @property
@@ -274,10 +263,7 @@ class Scheduler:
         return num_free < sum(min(n, budget) // size + 1 for n in missing)
 
     def _grow(self, seq: Sequence, num_new_tokens: int, builder: StepBuilder) -> bool:
-        """Find cache for a running sequence. Without a free block, sequences that rank behind it give way, and at last itself.
-
-        Returns False if there is no room, or if `seq` itself has given way in this step.
-        """
+        """Find cache for a running sequence: those that rank behind it give way, and at last itself. False if it has none after all."""
         if seq.seq_id in builder.preempted:
             return False
         while not self.kv.allocate_slots(seq, num_new_tokens):

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import Aborted, Admitted, Refused, StepBegan
 from folovllm.engine.logprobs import scores_of
-from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.request import Sequence, SequenceOutput, SequenceStatus
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus, sampling_spec
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 
@@ -27,11 +26,9 @@ class SerialScheduler:
         self._num_steps = 0
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence."""
         self.waiting.append(seq)
 
     def abort(self, *seqs: Sequence) -> None:
-        """End sequences at once."""
         gone = set(seqs)  # one pass for all: to remove each by itself is quadratic
         self.waiting = deque(seq for seq in self.waiting if seq not in gone)
         self.running = [seq for seq in self.running if seq not in gone]
@@ -68,7 +65,6 @@ class SerialScheduler:
         )  # fmt: skip
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the step that was decided last."""
         return list(self.running)
 
     def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:

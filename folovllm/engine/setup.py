@@ -11,16 +11,13 @@ import torch
 
 from folovllm import plugins
 from folovllm.attention.backends.abstract import AttentionConfig
-from folovllm.attention.backends.registry import choose_backend, get_backend
+from folovllm.attention.backends.registry import choose_backend
 from folovllm.config import EngineConfig
-from folovllm.distributed.gpus import check_gpus
-from folovllm.distributed.sharding import local_config
+from folovllm.distributed.sharding import check_gpus, local_config
 from folovllm.learn import builders
 from folovllm.models.model_config import head_dim_of, num_kv_heads_of, num_linear_of, num_positions
 from folovllm.models.registry import quantization_hook
 from folovllm.step.kv_format import FP8
-
-NAIVE = ("torch_naive", "native")  # what a user may call the backend of M1's growing cache, `TorchCatBackend`
 
 logger = logging.getLogger("folovllm")
 
@@ -87,7 +84,10 @@ def set_up(config: EngineConfig) -> EngineSetup:
         long_prompts=config.packed_steps,
         kv_dtype=FP8 if "kv_cache_dtype" in config.extras else None,
     )
-    backend, block_size = _choose_attention(config, attention, max_model_len)
+    if config.kv_cache == "growing":
+        backend, block_size = ("" if config.model_impl == "hf" else "torch_cat"), max_model_len
+    else:
+        backend, block_size = choose_backend(config.attention_backend or "auto", attention)
     if config.max_model_len is None:
         logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, num_positions(hf_config))
     budget = config.resolve_max_num_batched_tokens(max_model_len)
@@ -95,19 +95,6 @@ def set_up(config: EngineConfig) -> EngineSetup:
         config, path, hf_config, device, dtype, max_model_len, config.max_num_seqs, budget,
         replace(attention, block_size=block_size), backend, block_size,
     )  # fmt: skip
-
-
-def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_model_len: int) -> tuple[str, int]:
-    """The backend's name, and the tokens of a block, or of a cache that grows."""
-    if config.kv_cache == "growing":
-        if config.attention_backend != "auto" and (config.attention_backend, config.model_impl) != NAIVE:
-            get_backend(str(config.attention_backend))  # an unknown name has an error of its own
-            raise ValueError(
-                'kv_cache="growing" attends naively with our layers, and in its own way with those of transformers: '
-                'leave attention_backend out, take "torch_naive" and model_impl="native", or use milestone="m2"'
-            )
-        return ("" if config.model_impl == "hf" else "torch_cat"), max_model_len
-    return choose_backend(config.attention_backend or "auto", attention)
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -12,68 +12,66 @@ Neutral = dict[str, tuple[Any, ...] | None]  # by name, the values that change n
 
 ANY = None  # no value changes anything
 
-SAMPLING: Neutral = {
-    "best_of": (None, 1),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1),
-    "early_stopping": (None, False),
-    "guided_decoding": (None,),
-    "logits_processors": (None, []),
-    "spaces_between_special_tokens": (True,),
+TABLES: dict[str, Neutral] = {  # by who takes the arguments
+    "sampling": {
+        "best_of": (None, 1),
+        "use_beam_search": (None, False),
+        "length_penalty": (None, 1),
+        "early_stopping": (None, False),
+        "guided_decoding": (None,),
+        "logits_processors": (None, []),
+        "spaces_between_special_tokens": (True,),
+    },
+    "engine": {
+        "quantization_config": (None,),
+        "load_format": ("auto", "safetensors"),
+        "download_dir": (None,),
+        "revision": (None, "main"),
+        "tokenizer_revision": (None, "main"),
+        "tokenizer_mode": ("auto", "hf"),
+        "skip_tokenizer_init": (False,),
+        "hf_overrides": (None, {}),
+        "hf_token": (None,),
+        "generation_config": ("auto",),
+        "override_generation_config": (None, {}),
+        "chat_template": (None,),
+        "runner": ("auto", "generate"),
+        "task": ("auto", "generate"),
+        "convert": ("auto", "none"),
+        "cpu_offload_gb": (0,),
+        "kv_cache_memory_bytes": (None,),
+        "num_gpu_blocks_override": (None,),
+        "pipeline_parallel_size": (1,),
+        "data_parallel_size": (1,),
+        "distributed_executor_backend": (None, "mp", "uni"),
+        "structured_outputs_config": (None, {}),
+        "compilation_config": (None, {}),
+        "scheduling_policy": ("fcfs",),
+        "enable_lora": (False,),
+        "logits_processors": (None, []),
+        "logprobs_mode": ("raw_logprobs",),
+        "limit_mm_per_prompt": (None, {}),
+        "swap_space": ANY,
+        "served_model_name": ANY,
+        "disable_log_stats": ANY,
+        "disable_log_requests": ANY,
+        "disable_custom_all_reduce": ANY,
+        "kvcache_block_size": (),
+        "num_kvcache_blocks": (-1,),
+        "max_seq_len_to_capture": ANY,
+        "use_v2_block_manager": ANY,
+    },
+    "structured": {"disable_fallback": ANY, "disable_additional_properties": (False,), "structural_tag": (None,)},
+    "request": {
+        "prompt_token_ids": (None,),
+        "lora_request": (None,),
+        "chat_template_content_format": ("auto", "string"),
+        "arrival_time": ANY,
+        "trace_headers": ANY,
+    },
+    "generate": {"return_outputs": (True,)},
+    "beams": {"temperature": (0,), "include_stop_str_in_output": (False,), "structured_outputs": (None,)},
 }
-ENGINE: Neutral = {
-    "quantization_config": (None,),
-    "load_format": ("auto", "safetensors"),
-    "download_dir": (None,),
-    "revision": (None, "main"),
-    "tokenizer_revision": (None, "main"),
-    "tokenizer_mode": ("auto", "hf"),
-    "skip_tokenizer_init": (False,),
-    "hf_overrides": (None, {}),
-    "hf_token": (None,),
-    "generation_config": ("auto",),
-    "override_generation_config": (None, {}),
-    "chat_template": (None,),
-    "runner": ("auto", "generate"),
-    "task": ("auto", "generate"),
-    "convert": ("auto", "none"),
-    "cpu_offload_gb": (0,),
-    "kv_cache_memory_bytes": (None,),
-    "num_gpu_blocks_override": (None,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "distributed_executor_backend": (None, "mp", "uni"),
-    "structured_outputs_config": (None, {}),
-    "compilation_config": (None, {}),
-    "scheduling_policy": ("fcfs",),
-    "enable_lora": (False,),
-    "logits_processors": (None, []),
-    "logprobs_mode": ("raw_logprobs",),
-    "limit_mm_per_prompt": (None, {}),
-    "swap_space": ANY,
-    "served_model_name": ANY,
-    "disable_log_stats": ANY,
-    "disable_log_requests": ANY,
-    "disable_custom_all_reduce": ANY,
-    "kvcache_block_size": (),
-    "num_kvcache_blocks": (-1,),
-    "max_seq_len_to_capture": ANY,
-    "use_v2_block_manager": ANY,
-}
-STRUCTURED: Neutral = {
-    "disable_fallback": ANY,
-    "disable_additional_properties": (False,),
-    "structural_tag": (None,),
-}
-REQUEST: Neutral = {
-    "prompt_token_ids": (None,),
-    "lora_request": (None,),
-    "chat_template_content_format": ("auto", "string"),
-    "arrival_time": ANY,
-    "trace_headers": ANY,
-}
-GENERATE: Neutral = {"return_outputs": (True,)}
-BEAMS: Neutral = {"temperature": (0,), "include_stop_str_in_output": (False,), "structured_outputs": (None,)}
 INSTEAD = {  # what to say in place of "leave it out"
     "prompt_token_ids": "a prompt is a text or a list of token ids",
     "best_of": "ask for n answers with logprobs=0, and choose by cumulative_logprob",
@@ -87,24 +85,11 @@ INSTEAD = {  # what to say in place of "leave it out"
     "scheduling_policy": "say scheduling",
     "chat_template": "hand it to chat",
 }
-TABLES = {
-    "sampling": SAMPLING,
-    "engine": ENGINE,
-    "structured": STRUCTURED,
-    "request": REQUEST,
-    "generate": GENERATE,
-    "beams": BEAMS,
-}
 
 
 def drop_neutral(table: str, given: dict[str, Any]) -> None:
     """Take the arguments of a table out of `given`. Raises ValueError for one whose value would change something."""
-    neutral = TABLES[table]
-    for name in neutral.keys() & given.keys():
-        refuse_unless_neutral(name, given.pop(name), neutral[name])
-
-
-def refuse_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...] | None) -> None:
-    """Raise ValueError if `value` is none of `neutral`, where some values are."""
-    if neutral is not ANY and not any(same is value or same == value for same in neutral):
-        raise ValueError(f"{name}={value!r} is not supported here: {INSTEAD.get(name, 'leave it out')}")
+    for name in TABLES[table].keys() & given.keys():
+        value, neutral = given.pop(name), TABLES[table][name]
+        if neutral is not ANY and not any(same is value or same == value for same in neutral):
+            raise ValueError(f"{name}={value!r} is not supported here: {INSTEAD.get(name, 'leave it out')}")

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from folovllm.executor.abstract import T
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
-
-
-@dataclass(slots=True, frozen=True)
-class Completed:
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        """Return what it sampled."""
-        return self.result
 
 
 class GPUExecutor:
@@ -29,12 +19,7 @@ class GPUExecutor:
 
     @property
     def num_kv_blocks(self) -> int:
-        """Number of blocks (or slots) of the KV cache; 0 where it grows."""
         return self._worker.num_kv_blocks
-
-    def submit(self, output: SchedulerOutput) -> Completed:
-        """Run one step; nothing here overlaps. Raises `NothingScheduled` if it is empty."""
-        return Completed(self.execute_model(output))
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""
@@ -42,9 +27,10 @@ class GPUExecutor:
             raise NothingScheduled
         return self._worker.execute_model(output)
 
+    submit = execute_model  # nothing here overlaps: the result is there at once
+
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         return [function(self._worker, *arguments)]
 
     def shutdown(self) -> None:
-        """Drop the model and its cache. A second call does nothing."""
         self.__dict__.pop("_worker", None)

@@ -6,6 +6,8 @@ A step goes in the layout that the device receives, without pickling: all ranks 
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,3 +78,15 @@ def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     load = 1 + setup.hf_config.num_hidden_layers * (1 + 2 * num_experts_of(setup.hf_config))
     result = 1 + rows * (4 + 3 * (vocab_size + 1)) + per_score * tokens
     return HEADER + rows * per_row + 5 * tokens + (len(Sample) + 2) * samples, 2 * max(result, load)
+
+
+def plain(setup: EngineSetup) -> EngineSetup:
+    """The set-up as it can be sent: without what may not exist in another process.
+
+    That is a class of the model's own, and a proposer of the user's, for which a name stands: it drafts where the scheduler is.
+    """
+    config, hf_config = setup.config, SimpleNamespace(**setup.hf_config.to_dict())
+    speculation = config.extras.get("speculative_config")
+    if speculation is not None and not speculation.methods:
+        config = replace(config, extras={**config.extras, "speculative_config": replace(speculation, method="ngram")})
+    return replace(setup, config=config, hf_config=hf_config)

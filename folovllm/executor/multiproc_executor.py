@@ -20,15 +20,8 @@ from folovllm.distributed.children import import_path, python_command
 from folovllm.distributed.group import child_environment
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import T
-from folovllm.executor.messages import (
-    CALL,
-    STOP,
-    decode_result,
-    encode_step,
-    longest_messages,
-)
+from folovllm.executor.messages import CALL, STOP, decode_result, encode_step, longest_messages, plain
 from folovllm.executor.packed_executor import PackedExecutor
-from folovllm.executor.plain_setup import plain
 from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.step.bitmasks import TokenBitmasks
@@ -123,10 +116,7 @@ class Ranks:
         return [rank.process.pid for rank in self._ranks]
 
     def check(self) -> None:
-        """Raise an error if a rank has ended, and end the others.
-
-        The error is `WorkerDied`, or a ValueError if a rank could not start because of one.
-        """
+        """If a rank has ended, end the others and raise `WorkerDied`, or the ValueError because of which a rank could not start."""
         if self._error is None:
             for rank in self._ranks:
                 rank.receive()
@@ -218,12 +208,7 @@ class MultiprocExecutor(PackedExecutor):
     """Sends each packed step to all ranks through shared memory. Rank 0 sends back the sampled tokens."""
 
     def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
-        """Start the ranks and wait until all are ready.
-
-        Raises:
-            ValueError: a rank cannot serve this configuration: there is too little memory for the cache, for example.
-            WorkerDied: a rank failed.
-        """
+        """Start the ranks and wait until all are ready. Raises `WorkerDied`, or ValueError for what a rank cannot serve."""
         self._ranks = Ranks(setup, make_rank)
         self._end = weakref.finalize(self, self._ranks.stop)
         self._spin = spin_seconds(setup)
@@ -241,17 +226,12 @@ class MultiprocExecutor(PackedExecutor):
         return self._ranks.call(function, arguments)
 
     def shutdown(self) -> None:
-        """End the ranks. A second call does nothing."""
         self._end()
 
     def _send(self, step: PackedStep | TokenBitmasks) -> RemoteStep | None:
+        self._write(encode_step(step))
         if isinstance(step, PackedStep) and step.defers_sampling:
-            self._write(encode_step(step))
             return None
-        return self._ask(encode_step(step))
-
-    def _ask(self, message: Int32) -> RemoteStep:
-        self._write(message)
         self._num_results += 1
         return RemoteStep(self._ranks, self._num_results - 1, self._spin)
 

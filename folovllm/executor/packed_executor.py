@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from folovllm.worker.graph_runner import GraphRunner, PendingStep
 PackedWorker = GPUWorker[PackedStep | TokenBitmasks, PendingStep | None]
 
 
-class PackedExecutor(ABC):
+class PackedExecutor:
     """Packs each step once. A subclass sends it.
 
     Attributes:
@@ -31,11 +30,9 @@ class PackedExecutor(ABC):
         self._packer = StepPacker(max_num_seqs, buckets)
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
-        """Run one step. Raises `NothingScheduled` if it is empty."""
         return self.submit(output).wait()
 
     def submit(self, output: SchedulerOutput) -> Pending:
-        """Start one step and return at once. Raises `NothingScheduled` if it is empty."""
         if not output.scheduled_seqs:
             raise NothingScheduled
         pending: Pending = self._send(self._packer.pack(output))
@@ -52,14 +49,6 @@ class PackedExecutor(ABC):
         pending: Pending = self._send(masks)
         return pending
 
-    @abstractmethod
-    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Call `function(worker, *arguments)` on every rank (`Executor`)."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Free the model and its cache. A second call does nothing."""
-
 
 class LocalExecutor(PackedExecutor):
     """Runs one worker in this process, with no message to another one."""
@@ -74,6 +63,5 @@ class LocalExecutor(PackedExecutor):
         return [function(self._worker, *arguments)]
 
     def shutdown(self) -> None:
-        """Drop the model and its cache. A second call does nothing."""
         self.__dict__.pop("_worker", None)
         self.__dict__.pop("_send", None)

@@ -40,11 +40,6 @@ class Assignment:
     num_threads: int  # of torch, on CPU
     make_rank: MakeRank  # makes the rank's worker
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.setup.config.tensor_parallel_size
-
 
 @dataclass(slots=True, frozen=True)
 class Ready:
@@ -86,8 +81,8 @@ def _run(assignment: Assignment, parent: Connection) -> None:
     if assignment.rank:
         logging.getLogger("folovllm").setLevel(logging.ERROR)  # rank 0 logs the same
     setup = rank_setup(assignment.setup, assignment.rank)
-    store = FileStore(str(assignment.rendezvous), assignment.size)
-    group = ProcessGroup(assignment.rank, assignment.size, setup.device, store)
+    store = FileStore(str(assignment.rendezvous), assignment.setup.config.tensor_parallel_size)
+    group = ProcessGroup(assignment.rank, assignment.setup.config.tensor_parallel_size, setup.device, store)
     server = RankServer(assignment, setup, group, parent)
     parent.send(Ready(server.worker.num_kv_blocks, server.runner.buckets))
     server.serve()
@@ -118,7 +113,7 @@ class RankServer:
     def __init__(self, assignment: Assignment, setup: EngineSetup, group: ProcessGroup, parent: Connection) -> None:
         longest_step, longest_result = longest_messages(setup)
         self._rank, self._parent = assignment.rank, parent
-        self._steps = Ring(assignment.size, longest_step, assignment.steps_fd)
+        self._steps = Ring(assignment.setup.config.tensor_parallel_size, longest_step, assignment.steps_fd)
         self._results = Ring(1, longest_result, assignment.results_fd)
         self._started: deque[PendingStep] = deque()  # rank 0: results not sent yet
         self._spin = spin_seconds(setup)

@@ -13,7 +13,7 @@ from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.linear import LinearBase, LinearMethod, Plain
 
 if TYPE_CHECKING:
-    from folovllm.distributed.group import Group
+    from folovllm.distributed.group import ProcessGroup
     from folovllm.distributed.sharding import Weight
 
     Cut = Callable[[Weight], torch.Tensor]  # a whole tensor [outputs, inputs] or [outputs] -> one rank's part of it
@@ -89,7 +89,7 @@ class FusableLinearMethod(LinearMethod):
         raise NotImplementedError(f"{type(self).__name__} has no such kernel")
 
     def summed(
-        self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
+        self, layer: LinearBase, x: torch.Tensor, group: ProcessGroup, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply a rank's inputs, and add up over ranks: [T, outputs] on all of them. `residual`, as of `apply`, is added once."""
         total = group.all_reduce(self.apply(layer, x))

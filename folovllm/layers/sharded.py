@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from folovllm.distributed.group import Group
+from folovllm.distributed.group import ProcessGroup
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.fusable import RankSum, fusable
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import PLAIN, LinearMethod, RowParallelLinear
+from folovllm.layers.linear import RowParallelLinear
 
 
 class ShardedRowLinear(RowParallelLinear):
     """Adds up what the ranks computed from their inputs. Only rank 0 has a bias that is not zero, so it counts once."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = False,
-        linear_method: LinearMethod = PLAIN,
-        *,
-        group: Group,
-    ) -> None:
-        """`input_size` is the rank's own."""
-        super().__init__(input_size, output_size, bias, linear_method)
+    def __init__(self, *args: Any, group: ProcessGroup) -> None:
+        """As for `RowParallelLinear`; `input_size` is the rank's own."""
+        super().__init__(*args)
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +31,7 @@ class ShardedRowLinear(RowParallelLinear):
 class ShardedEmbedding(VocabParallelEmbedding):
     """Holds rows `rank * len(weight)` to `(rank + 1) * len(weight)` of the embedding."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, group: Group) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, group: ProcessGroup) -> None:
         """`vocab_size` is the rank's own number of rows."""
         super().__init__(vocab_size, hidden_size)
         self.group = group
@@ -60,7 +53,7 @@ class ShardedEmbedding(VocabParallelEmbedding):
 class ShardedHead(ParallelLMHead):
     """Logits of the rank's own token ids. Ids that fill the vocabulary up can never be sampled."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, group: Group, num_ids: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, group: ProcessGroup, num_ids: int) -> None:
         """`vocab_size` is the rank's own number of rows; `num_ids` token ids have a row on some rank."""
         super().__init__(vocab_size, hidden_size)
         self.num_ids = min(max(num_ids - group.rank * vocab_size, 0), vocab_size)  # of the rank's rows
@@ -75,7 +68,7 @@ class ShardedHead(ParallelLMHead):
 class ShardedSum(RankSum):
     """Adds up over the ranks of a group."""
 
-    def __init__(self, *, group: Group) -> None:
+    def __init__(self, *, group: ProcessGroup) -> None:
         super().__init__()
         self.group, self.rank, self.size = group, group.rank, group.size
 
@@ -84,7 +77,7 @@ class ShardedSum(RankSum):
         return self.group.all_reduce(x)
 
 
-def sharded(layers: LayerSet, group: Group, vocab_size: int) -> LayerSet:
+def sharded(layers: LayerSet, group: ProcessGroup, vocab_size: int) -> LayerSet:
     """Return `layers` for one rank's part of a model. `vocab_size` is the whole model's."""
     return layers.having(
         {

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from folovllm.attention.backends.registry import get_backend
+from folovllm.attention.backends.torch_cat import TorchCatBackend
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
@@ -81,7 +81,7 @@ class LoopRunner(SerialModelRunner):
 
     def initialize_kv_cache(self) -> int:
         """Return 0: the loop keeps the caches, so nothing is allocated."""
-        backend = get_backend("torch_cat")(self._setup.attention)
+        backend = TorchCatBackend(self._setup.attention)
         self._layers = attention_layers(self.model)
         for attention in self._layers:
             attention.bind(backend)

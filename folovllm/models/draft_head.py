@@ -60,10 +60,10 @@ class DraftHead(Protocol):
         rank, and its vocabulary head, which gives the logits of a rank's shard.
         """
 
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of a chain's first pairs, [T, H], from the target's.
 
-        `states`: [T, len(aux_layers) * H of the target], side by side; without `aux_layers` the target's last one, [T, H].
+        `hidden`: [T, len(aux_layers) * H of the target], side by side; without `aux_layers` the target's last one, [T, H].
         """
 
     def store(self, hidden: torch.Tensor, batch: ForwardBatch) -> None:

@@ -27,10 +27,8 @@ def part_of(
 ) -> torch.Tensor:
     """Return the part of a checkpoint's tensor that `shard` keeps; its linear method knows how the tensor is laid out.
 
-    `places` are the names that the model has a place for. What is ignored, or taken by others, is read whole.
-
-    Raises:
-        ValueError: the tensor has too few dimensions to be cut.
+    `places` are the names that the model has a place for. What is ignored, or taken by others, is read whole. Raises ValueError
+    for a tensor with too few dimensions.
     """
     module, _, kind = name.rpartition(".")
     if is_ignored(name, linear_methods) or (name not in places and weight_loader_of(name) is not None):

@@ -16,18 +16,17 @@ from folovllm.kernels.skinny_linear import is_supported, skinny_linear
 from folovllm.kernels.summed_linear import can_handle, summed_linear
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.fusable import FusablePlain
-from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase
-from folovllm.models.gemma3 import Gemma3RMSNorm
+from folovllm.models.gemma3 import GeluAndMul, Gemma3RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
 from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
-    from folovllm.distributed.group import Group
+    from folovllm.distributed.group import ProcessGroup
 
 
 class FusedRMSNorm(RMSNorm):
@@ -64,7 +63,7 @@ class SkinnyLinear(FusablePlain):
         return skinny_linear(x, layer.weight, norm_eps, gated, residual)
 
     def summed(
-        self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
+        self, layer: LinearBase, x: torch.Tensor, group: ProcessGroup, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply and add up over ranks, in one kernel where these have one-shot buffers."""
         if group.one_shot_buffers is not None and self.fuses(layer, x) and can_handle(len(x), layer.weight):

@@ -51,10 +51,9 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
 
         If the norms could not be folded (`weights_loaded`), it runs as `LlamaDecoderLayer`.
         """
-        attention = self.self_attn
-        if not self.folded or not isinstance(attention, FusedLlamaAttention):
+        if not self.folded:
             return super().forward(x, residual, batch)
-        eps = self.input_layernorm.eps
+        attention, eps = cast(FusedLlamaAttention, self.self_attn), self.input_layernorm.eps
         if fuses(attention.qkv_proj, x):
             attended = attend(attention, fused(attention.qkv_proj, x, eps), batch)
         else:
@@ -86,16 +85,17 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
     def weights_loaded(self) -> None:
         """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
 
-        Not where a linear method cannot do that, and only where the projections back can add to the stream: not with a bias.
+        Not where a linear method or an attention class cannot do that, and only where the projections back can add to the
+        stream: not with a bias.
         """
         pairs = (
             (self.input_layernorm, self.self_attn.qkv_proj),
             (self.post_attention_layernorm, self.mlp.gate_up_proj),
         )
         back = (self.self_attn.o_proj, self.mlp.down_proj)
-        self.folded = all(fusable(linear.linear_method).can_fold(linear) for _, linear in pairs) and all(
-            linear.bias is None for linear in back
-        )
+        can_fold = all(fusable(linear.linear_method).can_fold(linear) for _, linear in pairs)
+        has_bias = any(linear.bias is not None for linear in back)
+        self.folded = can_fold and not has_bias and isinstance(self.self_attn, FusedLlamaAttention)
         for norm, linear in pairs if self.folded else ():
             fusable(linear.linear_method).fold(linear, norm.weight.data)
             norm.weight.data.fill_(1)
@@ -108,20 +108,12 @@ class LastTokensModel(LlamaModel):
         """Return the hidden states [T, H]; only those of last tokens, [S, H], if the others are many and not read."""
         last = self.layers[-1]
         left_out = len(batch.input_ids) - batch.num_seqs if batch.only_last else 0
-        if left_out < MANY or not _leaves_a_stream(last):
+        if left_out < MANY or not (isinstance(last, DeferredNormDecoderLayer) and last.folded):
             return super().forward(batch)
         x, residual = self.embed(batch.input_ids), None
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, batch)
-        return self.norm(cast(DeferredNormDecoderLayer, last).forward_last_tokens(x, batch))
-
-
-def _leaves_a_stream(layer: torch.nn.Module) -> bool:
-    return (
-        isinstance(layer, DeferredNormDecoderLayer)
-        and layer.folded
-        and isinstance(layer.self_attn, FusedLlamaAttention)
-    )
+        return self.norm(last.forward_last_tokens(x, batch))
 
 
 def last_tokens(batch: ForwardBatch) -> ForwardBatch:

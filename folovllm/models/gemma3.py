@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
@@ -19,6 +18,15 @@ from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+class GeluAndMul(nn.Module):
+    """GEGLU's element-wise part (Shazeer 2020), with GELU as tanh approximates it."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """[T, 2I] -> [T, I]: gelu(first half) * second half."""
+        gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
+        return nn.functional.gelu(gate, approximate="tanh") * up
 
 
 class Gemma3RMSNorm(RMSNorm):
@@ -68,7 +76,6 @@ class Gemma3Model(LlamaModel):
 
     @staticmethod
     def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
-        """Return the table of angles of each layer: one that all layers of its kind share."""
         own, kinds, tables = copy(config), config.layer_types[: config.num_hidden_layers], {}
         for kind in set(kinds):
             own.rope_parameters = config.rope_parameters[kind]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import PLAIN, LinearMethod, MergedColumnParallelLinear, QKVParallelLinear
+from folovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from folovllm.models.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:
@@ -16,26 +16,16 @@ if TYPE_CHECKING:
 class WholeQKV(QKVParallelLinear):
     """One tensor of the checkpoint, whose rows have our order."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
-        linear_method: LinearMethod = PLAIN,
-    ) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *rest: Any) -> None:
         sizes = [(num_heads + 2 * num_kv_heads) * head_dim]
-        MergedColumnParallelLinear.__init__(self, hidden_size, sizes, bias, linear_method)
+        MergedColumnParallelLinear.__init__(self, hidden_size, sizes, *rest)
 
 
 class WholeGateUp(MergedColumnParallelLinear):
     """The same for gate and up."""
 
-    def __init__(
-        self, input_size: int, output_sizes: Sequence[int], bias: bool = False, linear_method: LinearMethod = PLAIN
-    ) -> None:
-        super().__init__(input_size, [sum(output_sizes)], bias, linear_method)
+    def __init__(self, input_size: int, output_sizes: Sequence[int], *rest: Any) -> None:
+        super().__init__(input_size, [sum(output_sizes)], *rest)
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):

@@ -39,8 +39,7 @@ class Quantization(Protocol):
             packed: the checkpoint's layers in each of ours that merges some (`packed_modules_mapping`).
             renamed: parts of names in the checkpoint: what they are called here.
 
-        Raises:
-            ValueError: the way is not supported; so does the function, for layers that cannot be merged.
+        Raises ValueError if the way is not supported; so does the function, for layers that cannot be merged.
         """
 
     def finish_decoded(self, model: nn.Module, path: Path, dtype: torch.dtype) -> None:

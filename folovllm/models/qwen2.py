@@ -15,7 +15,6 @@ class Qwen2Attention(LlamaAttention):
 
     @staticmethod
     def biases(config: PretrainedConfig) -> tuple[bool, bool]:
-        """The input projections have a bias, the output projection has none."""
         return True, False
 
 

@@ -12,7 +12,7 @@ import torch
 
 from folovllm.config import EngineConfig
 from folovllm.layers.layer_set import LayerSet
-from folovllm.models.model_config import UnsupportedModel, hidden_act_of, num_experts_of
+from folovllm.models.model_config import UnsupportedModel, num_experts_of
 from folovllm.plugins import EXPERTS, MODELS, QUANTIZATION, load_elective
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
 }
-NEEDED = ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")  # beside what any model has
 PLAIN_LAYERS = LayerSet()
 
 
@@ -82,9 +81,6 @@ def build_model(
         if (hook := quantization_hook(hf_config)) is not None:
             packed, renamed = model_class.packed_modules_mapping, model_class.renamed
             layers = replace(layers, quantized=hook.linear_methods_of(hf_config, packed, renamed))
-        absent = [field for field in NEEDED if getattr(hf_config, field, None) is None]
-        if absent := absent + ["hidden_act"] * (hidden_act_of(hf_config) is None):
-            raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")
         with torch.device(device), default_dtype(dtype):
             return model_class(hf_config, layers, max_model_len).requires_grad_(False).eval()
     except UnsupportedModel as error:

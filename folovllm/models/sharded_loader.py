@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from folovllm.distributed.group import Group
+from folovllm.distributed.group import ProcessGroup
 from folovllm.distributed.sharding import local_config, shard_merged, shard_named
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.layer_set import LayerSet
@@ -21,7 +21,7 @@ from folovllm.plugins import EXPERTS, load_elective
 
 def load_sharded_model(
     setup: EngineSetup,
-    group: Group,
+    group: ProcessGroup,
     layers: LayerSet = PLAIN_LAYERS,
     into: LlamaForCausalLM | None = None,
     weights: Path | Tensors | None = None,

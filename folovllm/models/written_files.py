@@ -9,10 +9,8 @@ from pathlib import Path
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file beside its place and rename it: until all is written, what was there before stays as it was.
 
-    What is no regular file (a pipe, `/dev/stdout`) is written to as it is; a link stays a link.
-
-    Raises:
-        ValueError: it cannot be written. Nothing is left beside it.
+    What is no regular file (a pipe, `/dev/stdout`) is written to as it is; a link stays a link. Raises ValueError if it cannot
+    be written; nothing is left beside it.
     """
     data = content.encode() if isinstance(content, str) else content
     target = path.resolve()

@@ -187,8 +187,10 @@ class SamplerState:
         fields = self.fields[at, :, None]  # [S, len(RowField), 1]
         flags, floats = fields[:, RowField.FLAGS], fields.view(torch.float32)
         if _some(flags & MASK):
-            allowed = bits_of(self.masks[: len(at)] if masks is None else masks, vocab_size)
-            logits = logits.masked_fill((flags & MASK != 0) & ~allowed, -torch.inf)
+            numbers = (self.masks[: len(at)] if masks is None else masks)[:, :, None]  # [S, ceil(V / 32), 1]
+            bits = numbers >> torch.arange(BITS, device=logits.device, dtype=torch.int32) & 1
+            is_allowed = bits.flatten(1)[:, :vocab_size] != 0
+            logits = logits.masked_fill((flags & MASK != 0) & ~is_allowed, -torch.inf)
         if not _some(flags & WORDS):
             return logits
         word = torch.where(flags & WORDS != 0, self.lines[at, WORDS_AT : WORDS_AT + vocab_size], 0)  # [S, V]
@@ -227,12 +229,6 @@ def sample_adjusted(
 def seeds_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return the seeds [S] int64 whose words are `low` and `high` [S] int32."""
     return high.long() << 32 | low.long() & 0xFFFFFFFF
-
-
-def bits_of(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Expand token bitmasks [n, ceil(V / 32)] int32 to [n, V] bool."""
-    bits = masks[:, :, None] >> torch.arange(BITS, device=masks.device, dtype=torch.int32) & 1
-    return bits.flatten(1)[:, :vocab_size] != 0
 
 
 def mark_bad_words(line: torch.Tensor, token: torch.Tensor, position: int) -> None:

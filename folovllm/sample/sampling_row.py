@@ -6,7 +6,7 @@ writes it. `folovllm/sample/sampler_state.py` is the device's side.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -70,13 +70,6 @@ def mask_width(vocab_size: int) -> int:
 def line_width(vocab_size: int) -> int:
     """Return the number of columns of a row's line."""
     return -(-(WORDS_AT + vocab_size) // ALIGNED) * ALIGNED
-
-
-def mask_of(allowed: Iterable[int], vocab_size: int) -> Int32:
-    """Return the token bitmask [ceil(V / 32)] in which only the bits of `allowed` are set."""
-    ids, mask = np.array(list(allowed), np.int64), np.zeros(mask_width(vocab_size), np.uint32)
-    np.bitwise_or.at(mask, ids // BITS, np.uint32(1) << (ids % BITS).astype(np.uint32))
-    return mask.view(np.int32)
 
 
 @dataclass(slots=True, frozen=True)

@@ -21,7 +21,12 @@ def take_rules(params: Any) -> None:
             setattr(params, name, [])
     if params.structured_outputs is not None:
         params.structured_outputs = load_elective(STRUCTURED_PARAMS, "structured_outputs")(params.structured_outputs)
-    _check_kinds(params)
+    kinds: dict[str, tuple[type, str]] = {"stop": (str, "stop strings"), "bad_words": (str, "texts")}
+    kinds |= dict.fromkeys(("stop_token_ids", "allowed_token_ids"), (Integral, "token ids (whole numbers)"))
+    for name, (kind, what) in kinds.items():
+        value = getattr(params, name)
+        fits = value is None or (isinstance(value, list | tuple) and all(_is_a(v, kind) for v in value))
+        require(fits, f"{name} must be a list of {what}, not {shown(value)}")
     params.logit_bias = _bias(params.logit_bias) if params.logit_bias else None
     has_bad_text, none_allowed = any(REPLACEMENT in stop for stop in params.stop), params.allowed_token_ids == []
     rules = {
@@ -36,25 +41,8 @@ def take_rules(params: Any) -> None:
         require(holds, sentence)
 
 
-def _check_kinds(params: Any) -> None:
-    texts = {
-        "stop": "stop strings must be given as a list of texts",
-        "bad_words": "bad_words must be a list of texts",
-    }
-    for name, says in texts.items():
-        require(_is_list(value := getattr(params, name), str), f"{says}, not {shown(value)}")
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        is_none = (value := getattr(params, name)) is None
-        says = f"{name} must be a list of token ids (whole numbers), not {shown(value)}"
-        require(is_none or _is_list(value, Integral), says)
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and value is not True and value is not False
+def _is_a(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _bias(given: Any) -> dict[int, float]:
@@ -63,7 +51,7 @@ def _bias(given: Any) -> dict[int, float]:
     require(isinstance(given, dict), says)
     for token, value in given.items():
         is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
-        require(is_id and _is_number(value) and -100 <= value <= 100, says)
+        require(is_id and _is_a(value, Real) and -100 <= value <= 100, says)
     biases = {int(token): float(value) for token, value in given.items()}
     require(len(biases) == len(given), "logit_bias names a token twice, as 7 and 007 do: give each token one number")
     return biases

@@ -94,11 +94,6 @@ def split(buffer: Array, columns: Parts[int]) -> Parts[Array]:
     return Parts(*found)
 
 
-def num_numbers(columns: Parts[int]) -> int:
-    """Return how many int32 numbers a buffer with these `columns` has."""
-    return sum(lines * width for lines, width in zip(LINES, columns, strict=True))
-
-
 NO_UPDATES = SamplingUpdate(np.empty(0, np.int32), 0, 0)
 NO_SAMPLES, NO_SCORES = np.empty((len(Sample), 0), np.int32), np.empty((4, 0), np.int32)
 NOBODY, NO_EXTRAS = np.empty((2, 0), np.int32), np.empty(0, np.int32)

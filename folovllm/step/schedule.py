@@ -13,6 +13,7 @@ from folovllm.step.scores import Scores
 
 Int32 = npt.NDArray[np.int32]
 TokenIds = Int32
+NO_TOKENS: TokenIds = np.empty(0, np.int32)
 # (token id, log-probability, rank): the sampled one first, then the most likely
 Logprobs = list[tuple[int, float, int]]
 # What only some steps carry, by owner ("masks" of grammars, states, drafts): int32 [n, k]; its first column is an index of a scheduled sequence.
@@ -24,11 +25,6 @@ class NothingScheduled(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
-
-
-def no_tokens() -> TokenIds:
-    """Return an empty array."""
-    return np.empty(0, np.int32)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -47,7 +43,7 @@ class SamplingSpec:
     first_end: int = 0  # from this position on a token of `forbidden` may be sampled (`min_tokens`)
     forbidden: tuple[int, ...] = ()  # tokens that end the answer: forbidden before `first_end`, allowed from there on
     num_prompt_tokens: int = 0
-    history: TokenIds = field(default_factory=no_tokens)  # tokens so far, if penalties or bad words need them
+    history: TokenIds = field(default_factory=lambda: NO_TOKENS)  # tokens so far, if penalties or bad words need them
     allowed: tuple[int, ...] | None = None  # the only tokens that may be sampled; None: all
     has_grammar: bool = False  # each token has its own mask
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the answer
@@ -123,6 +119,10 @@ class StepResult:
     token_ids: list[list[int]]  # [S]
     # By sequence index, for requests that want them: the entries of `ScheduledSequence.scores`, then one a sampled token.
     logprobs: dict[int, list[Logprobs]]
+
+    def wait(self) -> StepResult:
+        """Return itself: so it is a step that was started, too, and has ended (`executor.abstract.Pending`)."""
+        return self
 
 
 def one_each(

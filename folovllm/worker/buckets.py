@@ -21,17 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from folovllm.engine.setup import EngineSetup
-from folovllm.step.packed import (
-    NO_SAMPLES,
-    Field,
-    Int32,
-    PackedStep,
-    Parts,
-    Sample,
-    StepPacker,
-    num_numbers,
-    split,
-)
+from folovllm.step.packed import LINES, NO_SAMPLES, Field, Int32, PackedStep, Parts, Sample, StepPacker, split
 
 TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072)  # larger steps are bound by the GPU
 DECODES = (0, 16, 64)  # and `max_num_seqs`
@@ -95,18 +85,15 @@ def prompt_buckets(max_num_seqs: int, budget: int) -> list[Bucket]:
 
 
 def buckets_for(setup: EngineSetup, more: list[Bucket]) -> list[Bucket]:
-    """Return the buckets to capture beside those of decodes. There are none on a CPU, where launches cost little."""
-    return prompt_and_draft_buckets(setup, more) if setup.device.type == "cuda" else []
-
-
-def prompt_and_draft_buckets(setup: EngineSetup, more: list[Bucket]) -> list[Bucket]:
-    """Return all buckets but those of decodes: those for steps with prompts, and `more`, for steps with drafts."""
+    """Return the buckets to capture beside those of decodes: for steps with prompts, and `more`. None on a CPU, where launches cost little."""
+    if setup.device.type != "cuda":
+        return []
     return prompt_buckets(setup.max_num_seqs, setup.max_num_batched_tokens) + more
 
 
 def pad(step: PackedStep, bucket: Bucket, padding_row: int) -> Int32:
     """Return the buffer of a step in a bucket that holds it. Padding has the row `padding_row`."""
-    numbers = np.zeros(num_numbers(bucket.columns), np.int32)
+    numbers = np.zeros(sum(lines * width for lines, width in zip(LINES, bucket.columns, strict=True)), np.int32)
     parts, d = split(numbers, bucket.columns), min(step.num_decodes, bucket.num_decodes)
     parts.fields[Field.ROW] = padding_row
     parts.fields[:, :d] = step.fields[:, :d]

@@ -17,16 +17,7 @@ from folovllm.plugins import CALIBRATION, load_elective
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs, score
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.packed import (
-    Field,
-    PackedStep,
-    Parts,
-    Sample,
-    StepPacker,
-    sample_levels,
-    split,
-    unpack_extras,
-)
+from folovllm.step.packed import Field, PackedStep, Parts, Sample, StepPacker, sample_levels, split, unpack_extras
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
@@ -136,7 +127,7 @@ class GraphRunner:
     def initialize_kv_cache(self) -> int:
         """Allocate as many blocks as fit, compile kernels and capture steps. Returns the number of blocks."""
         setup = self._setup
-        captures = not setup.config.enforce_eager and self._runner.supports_graph()
+        captures = not setup.config.enforce_eager and self._supports_graph()
         buckets = self._wanted() if captures else []
         if captures:
             self._reserve_results(buckets)
@@ -154,7 +145,15 @@ class GraphRunner:
     def _wanted(self) -> list[Bucket]:
         """Return the buckets to capture beside those of decodes."""
         more = [] if self._verifier is None else self._verifier.buckets()
-        return buckets_for(self._setup, more) if self._runner.supports_prompt_graph() else []
+        supported = self._runner.backend.supports_prompt_graph and not self._setup.config.compile
+        return buckets_for(self._setup, more) if supported else []
+
+    def _supports_graph(self) -> bool:
+        """Return whether the attention backend can be part of a captured step."""
+        supported = self._runner.backend.supports_graph(self._setup.device)
+        if not supported:
+            logger.warning("attention backend %s cannot be captured: decode runs eagerly", self._setup.backend)
+        return supported
 
     def _reserve_results(self, buckets: list[Bucket]) -> None:
         """Allocate the results of captured steps, before the cache takes the free memory."""

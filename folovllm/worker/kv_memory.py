@@ -32,8 +32,7 @@ def num_blocks_that_fit(
         state_bytes: memory of the sequences' states, which is taken by now; on a CPU it is part of `kv_cache_memory`.
         more_bytes: K and V of one token in layers that are not the model's own.
 
-    Raises:
-        ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
+    Raises ValueError, which says what would fit, if not even one sequence of `max_model_len` does.
     """
     blocks_per_seq = most_blocks_of_a_sequence(setup)
     bytes_per_block = setup.block_size * (setup.kv_bytes_per_token + more_bytes)
@@ -61,31 +60,6 @@ def num_blocks_that_fit(
         "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, setup.block_size, num_blocks * bytes_per_block / 2**30
     )
     return num_blocks
-
-
-def require_memory_of_rows(setup: EngineSetup, num_samples: int) -> None:
-    """Raise ValueError if the free memory does not hold the tables of rows and of the most samples of a step.
-
-    They are made on no device and counted: sampling states, and for packed steps block tables and the step's logits. Where far
-    more than they can take is free, nothing is counted.
-    """
-    rows, vocab_size, nowhere, config = setup.max_num_seqs, setup.vocab_size, torch.device("meta"), setup.config
-    free, columns = free_memory(setup.device), vocab_size + setup.max_model_len + 4096
-    if 64 * max(rows, num_samples) * columns < free:
-        return
-    from folovllm.sample.sampler_state import SamplerState
-    from folovllm.worker.device_tables import DeviceTables
-
-    kernels = config.packed_steps and setup.device.type == "cuda"
-    num_bytes = SamplerState(rows, vocab_size, nowhere, max_samples=num_samples, use_kernels=kernels).num_bytes
-    if config.packed_steps:
-        blocks = -(-setup.max_model_len // setup.block_size)
-        num_bytes += DeviceTables(rows, blocks, setup.block_size, nowhere).block_tables.nbytes
-        num_bytes += rows * -(-vocab_size // config.tensor_parallel_size) * setup.dtype.itemsize
-    if num_bytes > free:
-        raise ValueError(
-            f"the tables of {rows:,} sequences take {num_bytes:,} bytes, and there are {free:,}: lower max_num_seqs"
-        )
 
 
 def free_memory(device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,11 +22,9 @@ from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each
 from folovllm.worker.input_batch import InputBatch, SlotsOf
-from folovllm.worker.kv_memory import free_memory, num_blocks_that_fit, require_memory_of_rows
+from folovllm.worker.kv_memory import free_memory, num_blocks_that_fit
 from folovllm.worker.runner import StepHook
 from folovllm.worker.warm_up import dummy_seqs, small_steps
-
-logger = logging.getLogger("folovllm")
 
 
 class ModelRunner:
@@ -44,13 +41,12 @@ class ModelRunner:
     ) -> None:
         """`load` builds the model with its weights, or loads other `weights` `into` it; `backend` computes attention, `full_logits` gathers logits of a sharded vocabulary."""
         self._setup = setup
-        require_memory_of_rows(setup, self._max_samples())
         self._load = load
         self._sampler = sampler
         self._full_logits = full_logits
         self._input_batch = InputBatch(slots, setup.block_size, setup.device)
         self._sampling_rows = SamplingRows(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
-        self._backend = backend
+        self.backend = backend
 
     def load_model(self) -> None:
         """Build the model and load its weights."""
@@ -70,7 +66,7 @@ class ModelRunner:
     def bind_backends(self) -> None:
         """Give each attention layer its backend, anew if the scales of its cache have changed."""
         for attention in attention_layers(self.model):
-            attention.bind(self._backend)
+            attention.bind(self.backend)
 
     def initialize_kv_cache(self) -> int:
         """Find out how many blocks fit, and allocate them; returns their number. On a GPU, compile what steps need."""
@@ -156,24 +152,13 @@ class ModelRunner:
 
     def forward_hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute the step, cache its K/V, and return the hidden states of all new tokens, [T, H]."""
-        self._backend.plan(batch)
+        self.backend.plan(batch)
         hidden: torch.Tensor = self.model(batch)
         return hidden
 
     def logits_after(self, hidden: torch.Tensor, batch: ForwardBatch, at: torch.Tensor) -> torch.Tensor:
         """Return the logits [m, V] after the tokens with the indices `at` [m] in a step, from its hidden states [T, H]."""
         return self._full_logits(self.model.compute_logits(hidden, replace(batch, logits_indices=at)))
-
-    def supports_graph(self) -> bool:
-        """Return whether the attention backend can be part of a captured step."""
-        supported = self._backend.supports_graph(self._setup.device)
-        if not supported:
-            logger.warning("attention backend %s cannot be captured: decode runs eagerly", self._setup.backend)
-        return supported
-
-    def supports_prompt_graph(self) -> bool:
-        """Return whether a step with prompts can be captured, padded to a fixed number of tokens."""
-        return self._backend.supports_prompt_graph and not self._setup.config.compile
 
     def _max_samples(self) -> int:
         """Return the most tokens that a step samples."""

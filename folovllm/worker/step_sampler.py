@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from folovllm.distributed.group import Group
+from folovllm.distributed.group import ProcessGroup
 from folovllm.distributed.sharding import vocab_shard_size
 from folovllm.sample.noise import gumbel
 from folovllm.sample.sampler import Sampler, SamplingBatch
@@ -16,23 +14,8 @@ from folovllm.step.packed import Field
 NOWHERE = 2**31 - 1
 
 
-class StepSampler(Protocol):
-    """Turns logits into tokens in a captured step. The vocabulary may be sharded. Device work only."""
-
-    vocab_size: int  # of the whole model
-
-    def one_pass(self, logits: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
-        """Sample one token a row with no filters and no penalties, in one pass over the logits [S, V].
-
-        It writes the tokens to `tokens` [rows] and to their rows' entries of `last` [rows + 1]. `fields` is [len(Field), S].
-        """
-
-    def full_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits over the whole vocabulary, [S, V]."""
-
-
 class LocalSampler:
-    """The sampler of a device that has the whole vocabulary."""
+    """The sampler of a device that has the whole vocabulary. Device work only, as in `TensorParallelSampler`."""
 
     def __init__(self, vocab_size: int, sampler: Sampler, use_kernel: bool) -> None:
         self.vocab_size = vocab_size
@@ -40,6 +23,10 @@ class LocalSampler:
         self._use_kernel = use_kernel
 
     def one_pass(self, logits: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
+        """Sample one token a row with no filters and no penalties, in one pass over the logits [S, V].
+
+        It writes the tokens to `tokens` [rows] and to their rows' entries of `last` [rows + 1]. `fields` is [len(Field), S].
+        """
         temperature = fields[Field.TEMPERATURE].view(torch.float32)
         low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
         if self._use_kernel:
@@ -62,7 +49,7 @@ class TensorParallelSampler:
     All ranks compare the same numbers, so they get the same tokens.
     """
 
-    def __init__(self, vocab_size: int, group: Group) -> None:
+    def __init__(self, vocab_size: int, group: ProcessGroup) -> None:
         self.vocab_size = vocab_size
         self._group = group
         self._first_id = group.rank * vocab_shard_size(vocab_size, group.size)
@@ -94,6 +81,9 @@ class TensorParallelSampler:
         scores = logits.float() / torch.where(hot, temperature[:, None], 1.0) + noise * hot
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # NaN is no rank's best, as in the kernel
         return scores.amax(-1), (self._first_id + scores.argmax(-1)).int()
+
+
+StepSampler = LocalSampler | TensorParallelSampler  # turns logits into tokens in a captured step
 
 
 def keep(sampled: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:

@@ -678,8 +678,6 @@ exact = run("torch_naive", tuple(x.double() if isinstance(x, torch.Tensor) else 
 print(f"{'backend':12} {'error':>8} {'KB moved':>9} {'ms here':>8}")
 worked = []
 for name in BACKENDS:
-    if name == "torch_cat":
-        continue  # M1's cache of one sequence has no blocks
     try:
         out = run(name, problem)
     except BackendUnavailable as reason:

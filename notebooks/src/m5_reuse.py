@@ -351,10 +351,7 @@ def draw_chain(kv, title):
     axes.set(xlim=(-0.6, depth - 0.4), ylim=(-rows - 0.6, 0.6), title=title)
     axes.axis("off")
     plt.show()
-    free, block = [], kv._free._ends._next
-    while block is not kv._free._ends:
-        free.append(f"{block.block_id}" + ("*" if block.hash is not None else ""))
-        block = block._next
+    free = [f"{block.block_id}" + ("*" if block.hash is not None else "") for block in kv._free]
     print("free list, next to be taken first (* has a name):", " ".join(free))
 
 

@@ -374,7 +374,7 @@ class TestBeamSearch:
 
     def test_bad_values(self) -> None:
         for fields in ({"beam_width": 0, "max_tokens": 1}, {"beam_width": 1, "max_tokens": 1.5}):
-            with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+            with pytest.raises(ValueError, match=r"must be at least 1 \(a whole number\)"):
                 BeamSearchParams(**fields)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("params", [None, SamplingParams()], ids=type)

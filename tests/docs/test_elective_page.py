@@ -20,12 +20,12 @@ def test_the_example_serves_the_shortest_prompt_first(tmp_path: Path, monkeypatc
     (tmp_path / "shortest_first_of_the_page.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("shortest_first_of_the_page")
-    row = {"shortest": (f"{module.__name__}:ShortestFirst", lambda config: config.scheduling == "priority")}
-    monkeypatch.setattr(extensions, "EXTENSIONS", row)
+    monkeypatch.setattr(extensions, "EXTENSIONS", {"shortest_first": f"{module.__name__}:ShortestFirst"})
+    monkeypatch.setattr("folovllm.plugins.OPTIONS", (f"{module.__name__}:ShortestFirstOptions",))
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     fields = {"milestone": "m3", "device": "cpu", "num_kv_blocks": 40, "max_num_seqs": 1, "use_tqdm": False}
-    for scheduling, expected in (("priority", [1, 2, 0]), ("fcfs", [0, 1, 2])):
-        with LLM(str(tiny_checkpoint()), scheduling=scheduling, **fields) as llm:  # type: ignore[arg-type]
+    for is_on, expected in ((True, [1, 2, 0]), (False, [0, 1, 2])):
+        with LLM(str(tiny_checkpoint()), shortest_first=is_on, **fields) as llm:  # type: ignore[arg-type]
             for number, length in enumerate((9, 3, 6)):
                 llm.engine.add_request(str(number), [5] * length, params)
             order: list[int] = []

@@ -5,10 +5,8 @@ import sys
 
 import pytest
 
-from folovllm import LLM
 from folovllm.attention.backends.abstract import BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS, get_backend
-from tests.helpers import tiny_checkpoint
 
 
 class TestRegistry:
@@ -30,9 +28,3 @@ class TestRegistry:
                 del sys.modules[name]
         assert "folovllm.attention.backends.torch_naive" in found
         assert not [name for name in found if "kernels" in name or not name.startswith("folovllm")]
-
-
-class TestTorchCat:
-    def test_is_refused_where_the_cache_is_one_tensor(self) -> None:
-        with pytest.raises(BackendUnavailable, match="comes with kv_cache"):
-            LLM(str(tiny_checkpoint()), milestone="m3", attention_backend="torch_cat", device="cpu", use_tqdm=False)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from folovllm.engine.sampling_spec import sampling_spec
-from folovllm.request import Sequence
+from folovllm.request import Sequence, sampling_spec
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.logprobs import logprobs_of_rows
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform

@@ -12,7 +12,7 @@ from folovllm import LLM
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.attention import attention_layers
-from folovllm.worker import kv_memory
+from folovllm.worker import device_tables
 from folovllm.worker.kv_memory import most_blocks_of_a_sequence, num_blocks_that_fit
 from tests.helpers import tiny_checkpoint
 from tests.workloads import make_engine
@@ -27,20 +27,19 @@ def blocks(**overrides: Any) -> int:
     return num_blocks_that_fit(setup, lambda: pytest.fail("nothing to measure on CPU"))
 
 
-@pytest.mark.parametrize("options", [
-    {"milestone": "m3"},
-    pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
-    pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.x3),
-])  # fmt: skip
-def test_tables_that_do_not_fit_are_refused_first(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.m6
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.x3)]
+)
+def test_tables_of_rows_that_do_not_fit_are_refused_before_they_are_made(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is counted is what M6's runner allocates, which reports it here."""
     options = {"device": "cpu", "max_num_seqs": 300, **options}
-    monkeypatch.setattr(kv_memory, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(device_tables, "free_memory", lambda device: 10**6)
     with pytest.raises(ValueError, match=r"the tables of 300 sequences take .* lower max_num_seqs") as refused:
         LLM(str(tiny_checkpoint()), use_tqdm=False, **options)
-    if options.get("milestone") == "m3":
-        return
-    monkeypatch.setattr(kv_memory, "free_memory", lambda device: 10**12)
+    monkeypatch.setattr(device_tables, "free_memory", lambda device: 10**12)
     with LLM(str(tiny_checkpoint()), use_tqdm=False, **options) as llm:
         runner = llm.engine.core.executor._worker.runner
         held = [runner._row_sampler.fields, runner._row_sampler.lines, runner._row_sampler.masks, runner._logits]

@@ -17,7 +17,7 @@ def assert_blocks_add_up(kv: BlockManager, holders: list[Sequence]) -> None:
     """Reference counts are the tables' entries, a block is free exactly if nobody names it, and no table has holes."""
     named = Counter(block_id for seq in holders for block_id in seq.block_table)
     assert [block.ref_count for block in kv.blocks] == [named[i] for i in range(kv.num_blocks)]
-    free = [block.block_id for block in kv.blocks if block._next is not None]
+    free = [block.block_id for block in kv._free]
     assert kv.num_free == len(free) == kv.num_blocks - len(named)
     assert not set(free) & set(named)
     for seq in holders:

@@ -8,7 +8,7 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.flash_attn import FlashAttentionBackend
-from folovllm.attention.backends.registry import choose_backend, get_backend
+from folovllm.attention.backends.registry import choose_backend
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.attention.backends.triton import TritonBackend
 from tests.m4.cases import DEVICE
@@ -56,9 +56,3 @@ def test_backends_say_why_not(monkeypatch, backend, asked, machine, message):
     config = replace(CONFIG, **{"head_dim": 64, "block_size": 256 if backend is FlashAttentionBackend else 16} | asked)
     with pytest.raises(BackendUnavailable, match=message) if message else nullcontext():
         backend.check_available(config)
-
-
-@pytest.mark.parametrize("name", ["flash_attn,triton", "nothing,triton", "triton,"])
-def test_pairs_are_gone(name):
-    with pytest.raises(ValueError, match="pairs of backends are gone, so name one of"):
-        get_backend(name)

@@ -9,11 +9,11 @@ from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
-from folovllm.layers.gelu import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.models.fused import fused_layers
+from folovllm.models.gemma3 import GeluAndMul
 from folovllm.models.model_config import head_dim_of
 from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close

@@ -112,7 +112,7 @@ class World:
 def cells_of(kv: Any) -> list[Cell]:
     """The blocks as their manager has them."""
     if isinstance(kv, BlockManager):
-        return [Cell(b.ref_count, b._next is not None, b.hash, b.serial, b.parent) for b in kv.blocks]
+        return [Cell(b.ref_count, b in {*kv._free}, b.hash, b.serial, b.parent) for b in kv.blocks]
     return [Cell(int(i not in kv._free), i in kv._free) for i in range(kv.num_blocks)]
 
 
@@ -144,7 +144,7 @@ def test_the_watcher_says_what_the_parts_say(engines: dict[str, LLMEngine], mile
         world.engine.abort_request(list(world.engine.core.output_processor.requests))
         world.engine.step()  # takes in what is in flight
         world.compare()
-        for listener, _ in [*world.engine.events._listeners]:
+        for listener in [*world.engine.events._listeners]:
             world.engine.unsubscribe(listener)
     assert not world.engine.events.on and not world.watcher.sequences
 
@@ -230,7 +230,7 @@ def test_a_prefix_is_published_found_and_forgotten() -> None:
 @pytest.mark.parametrize("milestone", EVERY)
 def test_where_nobody_listens_no_event_is_made(milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(engine(milestone), 4)
-    listeners = [listener for listener, _ in world.engine.events._listeners]
+    listeners = [*world.engine.events._listeners]
     for listener in listeners:
         world.engine.unsubscribe(listener)
     monkeypatch.setattr(world, "compare", lambda: None)
@@ -255,34 +255,6 @@ def test_where_nobody_listens_no_event_is_made(milestone: str, monkeypatch: pyte
         for module, name in names:
             patch.setattr(module, name, made)
         world.turn()
-
-
-@pytest.mark.parametrize("milestone", EVERY)
-def test_a_listener_that_fails_costs_nobody_anything(milestone: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The step's outputs come, the others hear all, the log has the traceback, and the listener is told nothing more."""
-    world, heard = World(engine(milestone), 5), list[ev.Event]()
-
-    def fail(events: SequenceOf[ev.Event]) -> None:
-        heard.extend(events)
-        if len(heard) > 1:
-            raise KeyError("a spectator's own fault")
-
-    last: list[ev.Event] = []
-    world.engine.subscribe(fail)
-    world.engine.subscribe(last.extend)
-    world.engine.add_request("r", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    tokens: list[int] = []
-    while world.engine.has_unfinished_requests():
-        for output in world.engine.step():
-            tokens = output.outputs[0].token_ids
-        world.compare()
-    assert len(tokens) == 4, "outputs of a step were lost"
-    assert any(isinstance(event, ev.Finished) for event in last), "who subscribed behind it heard less"
-    assert not any(isinstance(event, ev.Finished) for event in heard)
-    assert caplog.text.count("it is told nothing more") == 1 and "a spectator's own fault" in caplog.text
-    world.engine.unsubscribe(fail)
-    with pytest.raises(ValueError, match="not in list"):
-        world.engine.unsubscribe(fail)
 
 
 @pytest.mark.parametrize("milestone", EVERY)

@@ -29,7 +29,7 @@ from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.layers.attention import attention_layers
 from folovllm.step.kv_format import UNSCALED
 from folovllm.worker import graph_runner
-from folovllm.worker.buckets import decode_bucket, prompt_and_draft_buckets
+from folovllm.worker.buckets import decode_bucket, prompt_buckets
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from tests.m6.traffic import FIELDS, serve_everything
@@ -54,7 +54,9 @@ def pretend_gpu() -> None:
     torch.empty = lambda *sizes, **kw: (empty if f"{kw.get('device')}" == "meta" else torch.zeros)(*sizes, **kw)
     torch.empty_like, torch.Tensor.new_empty = torch.zeros_like, torch.Tensor.new_zeros
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    graph_runner.buckets_for = prompt_and_draft_buckets
+    graph_runner.buckets_for = lambda setup, more: (
+        prompt_buckets(setup.max_num_seqs, setup.max_num_batched_tokens) + more
+    )
     triton_backend.interpreted = pdl.available = lambda *_: True
 
 

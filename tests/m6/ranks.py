@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ThreadGroup:
-    """A `folovllm.distributed.group.Group` whose members are threads that share `board`."""
+    """A `folovllm.distributed.group.ProcessGroup` whose members are threads that share `board`."""
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(board)

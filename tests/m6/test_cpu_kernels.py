@@ -13,11 +13,11 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
-from folovllm.engine import build_batch
 from folovllm.kernels.cpu import library
 from folovllm.kernels.cpu.ops import MAX_ROWS, CpuKernels, Heads
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
+from folovllm.models import kernel_layers
 from folovllm.models.cpu_layers import cpu_layers
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
@@ -181,7 +181,7 @@ def logits_of(driver: Driver, steps: list[dict[int, list[int]]]) -> torch.Tensor
 @compiled
 def test_the_engine_answers_as_m1_does(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """M6 takes the kernels for a large model, of which this one plays the part; M5 never does."""
-    monkeypatch.setattr(build_batch, "LARGE", 0)
+    monkeypatch.setattr(kernel_layers, "LARGE", 0)
     monkeypatch.setenv("FOLOVLLM_CACHE", str(FOLDER))
     load, own = workload("greedy", count=6), {"max_num_seqs": 6, "num_kv_blocks": 32, "block_size": 4}
     engine = make_engine(load.model, milestone="m6", **own)
@@ -204,12 +204,12 @@ def test_without_them_torch_computes(
 ) -> None:
     """No compiler, or nowhere to keep what it makes: one sentence says why, and the engine works."""
     (file := tmp_path / "file").touch()
-    monkeypatch.setattr(build_batch, "LARGE", 0)
+    monkeypatch.setattr(kernel_layers, "LARGE", 0)
     monkeypatch.setenv("FOLOVLLM_CACHE", str(file if wrong == "folder" else tmp_path))
     if wrong == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler -m64")
     if wrong == "home":
-        monkeypatch.setattr(build_batch, "cache_dir", Path("~no-such-user").expanduser)
+        monkeypatch.setattr(kernel_layers, "cache_dir", Path("~no-such-user").expanduser)
     library.load.cache_clear()
     with caplog.at_level(logging.INFO, logger="folovllm"):
         engine = make_engine(tiny_checkpoint(), milestone="m6", max_model_len=32)

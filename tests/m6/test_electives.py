@@ -1,7 +1,7 @@
 """The hooks of `folovllm.plugins`, and those by which an elective changes an engine, with doubles that are no electives."""
 
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -181,6 +181,17 @@ def test_every_place_of_the_table_is_there() -> None:
         assert plugins.named(place) is not None
 
 
+@dataclass
+class Options:
+    """The keywords that turn an elective on."""
+
+    counting: bool = False
+    counting_too: bool = False
+
+    def check(self, config: Any) -> None:
+        """They go with everything."""
+
+
 class Counts(Extension):
     """Puts a subclass in each place, and notes which hooks were called."""
 
@@ -213,8 +224,9 @@ def test_what_it_returns_stands_in_the_engine(monkeypatch: pytest.MonkeyPatch) -
     with llm() as plain:
         expected = plain.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
     monkeypatch.setattr(Counts, "called", [])
-    monkeypatch.setattr(extensions, "EXTENSIONS", {"counting": (f"{__name__}:Counts", lambda config: True)})
-    with llm() as own:
+    monkeypatch.setattr(plugins, "OPTIONS", (f"{__name__}:Options",))
+    monkeypatch.setattr(extensions, "EXTENSIONS", {"counting": f"{__name__}:Counts"})
+    with llm(counting=True) as own:
         scheduler, runner = own.engine.scheduler, own.engine.executor._worker.runner
         for part, kind in ((scheduler, Scheduler), (runner, GraphRunner)):
             assert isinstance(part, kind) and type(part).__name__ == "Own"
@@ -224,16 +236,16 @@ def test_what_it_returns_stands_in_the_engine(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = (f"{__name__}:Counts", lambda config: True)
-    monkeypatch.setattr(extensions, "EXTENSIONS", {"this": place, "that": place})
-    with pytest.raises(ValueError, match="this and that do not work together"):
-        llm()
+    monkeypatch.setattr(plugins, "OPTIONS", (f"{__name__}:Options",))
+    monkeypatch.setattr(extensions, "EXTENSIONS", dict.fromkeys(("counting", "counting_too"), f"{__name__}:Counts"))
+    with pytest.raises(ValueError, match="counting and counting_too do not work together"):
+        llm(counting=True, counting_too=True)
 
 
 def test_a_package_of_which_only_bytecode_is_left_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone" / "__pycache__").mkdir(parents=True)
     monkeypatch.setattr(folovllm, "__path__", [*folovllm.__path__, str(tmp_path)])
-    assert extensions.is_installed("folovllm.electives.server.cli") and not extensions.is_installed("folovllm.gone.cli")
+    assert plugins.is_installed("folovllm.electives.server.cli") and not plugins.is_installed("folovllm.gone.cli")
 
 
 def test_without_structured_output_a_request_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,21 @@
 """Fields and lines by row, in torch: what the runner hands over, what sampling makes of it, and the log-probabilities."""
 
+from collections.abc import Iterable
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.engine.sampling_spec import sampling_spec
-from folovllm.request import Sequence
+from folovllm.request import Sequence, sampling_spec
 from folovllm.sample import sampling_row
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
-from folovllm.sample.sampler_state import SamplerState, bits_of
-from folovllm.sample.sampling_row import COMPLETES, COUNT, IN_PROMPT, MAX_BAD_WORDS, WORDS_AT, RowField, mask_of
+from folovllm.sample.sampler_state import SamplerState
+from folovllm.sample.sampling_row import COMPLETES, COUNT, IN_PROMPT, MAX_BAD_WORDS, WORDS_AT, RowField
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SamplingSpec
 from tests.sampling import CPU, int32, sequence, set_rows, spec_of
@@ -32,6 +34,14 @@ EVERY_RULE = [
     {"logit_bias": {7: 3.3, 8: -1}, "bad_words": [[7], [8, 9]], "allowed_token_ids": [7, 8, 9], "temperature": 0.0},
     {"bad_words": [[1, 2], [2], [31, 31], [31, 31, 31], [31, 63, 95]], "allowed_token_ids": [1, 2, 31, 63, 95]},
 ]
+
+
+def mask_of(allowed: Iterable[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """The token bitmask [ceil(V / 32)] in which only the bits of `allowed` are set."""
+    mask = np.zeros(-(-vocab_size // 32), np.uint32)
+    for token in allowed:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask.view(np.int32)
 
 
 def sequences(rules: list[dict], answer: list[int]) -> list[Sequence]:
@@ -87,8 +97,11 @@ class TestSamplerState:
     @settings(max_examples=20)
     @given(st.lists(st.sets(st.integers(0, V - 1)), min_size=1, max_size=4))
     def test_masks_hold_every_token(self, allowed: list[set[int]]) -> None:
-        masks = torch.from_numpy(np.stack([mask_of(ids, V) for ids in allowed]))
-        assert [set(row.nonzero().flatten().tolist()) for row in bits_of(masks, V)] == allowed
+        masks, rows = torch.from_numpy(np.stack([mask_of(ids, V) for ids in allowed])), int32(*range(len(allowed)))
+        state = SamplerState(len(allowed), V, CPU)
+        set_rows(state, {row: SamplingSpec(has_grammar=True) for row in rows.tolist()})
+        adjusted = state.adjust(torch.zeros(len(allowed), V), rows, rows, masks)
+        assert [set((row == 0).nonzero().flatten().tolist()) for row in adjusted] == allowed
 
     def test_a_new_owner_finds_nothing_of_the_old(self) -> None:
         state = state_for(sequences([EVERY_RULE[1]] * 2, [4, 5]), [0, 1])

@@ -103,7 +103,7 @@ def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None
         runner.allocate_kv_cache(2)
         (share,) = dummy_seqs([len(tokens)], setup.block_size)
         batch = runner._input_batch.build([share._replace(token_ids=np.array(tokens, np.int32))])
-        runner._backend.plan(batch)
+        runner.backend.plan(batch)
         hidden = runner.model(batch)
         batch.logits_indices = torch.arange(len(tokens))
         return TensorParallelSampler(setup.vocab_size, group).full_logits(runner.model.compute_logits(hidden, batch))

@@ -14,7 +14,7 @@ from folovllm.engine import events as ev
 from folovllm.engine.setup import set_up
 from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, no_tokens
+from folovllm.step.schedule import NO_TOKENS, ScheduledSequence, SchedulerOutput, StepResult
 from tests.helpers import tiny_checkpoint
 
 A = 64  # the id of "a" in the tests' tokenizer
@@ -75,7 +75,7 @@ class ScriptedEngine:
         scheduled_seqs, drawn, ends = list[ScheduledSequence](), list[list[int]](), list[ev.Event]()
         for id_, request in list(self.requests.items()):
             for index, seq_id in enumerate(request["seq_ids"]):
-                scheduled_seqs.append(ScheduledSequence(seq_id, 0, 0, 1, no_tokens(), (), 0, 1, None))
+                scheduled_seqs.append(ScheduledSequence(seq_id, 0, 0, 1, NO_TOKENS, (), 0, 1, None))
                 drawn.append([A + (int(id_) + index + request["num_given"]) % 26])
             request["num_given"] += 1
             if request["num_given"] == request["params"].max_tokens:

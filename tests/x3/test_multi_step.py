@@ -9,7 +9,7 @@ from folovllm.config import EngineConfig
 from folovllm.electives.spec_decode.extension import make_multi_step_executor
 from folovllm.electives.spec_decode.multi_step import DraftTokens, MultiStepExecutor, parts
 from folovllm.engine.setup import set_up
-from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, StepResult, no_tokens
+from folovllm.step.schedule import NO_TOKENS, SamplingSpec, ScheduledSequence, SchedulerOutput, StepResult
 from tests.helpers import tiny_checkpoint
 
 BLOCK, BLOCKS, LONGEST = 4, 12, 13
@@ -51,7 +51,7 @@ class Writers:
             scheduled_seqs = []
             for row, length in enumerate(lengths):
                 start = self._ends[row] + i
-                tokens = np.array([9 + row + i], np.int32) if i < num_given else no_tokens()
+                tokens = np.array([9 + row + i], np.int32) if i < num_given else NO_TOKENS
                 if i < length:
                     blocks, at = self._blocks(row, start, start + 1), -(-start // BLOCK)
                     scheduled_seqs.append(ScheduledSequence(row, row, start, start + 1, tokens, blocks, at, 1, None))

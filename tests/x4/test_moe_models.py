@@ -76,8 +76,8 @@ class TestRefusals:
             LLM(str(tiny_checkpoint()), device="cpu", enable_expert_parallel=True, tensor_parallel_size=2)
 
     @pytest.mark.parametrize(("family", "size", "expert_parallel", "says"), [
-        ("qwen2_moe", 4, True, "has 4 query heads, 2 KV heads, 6 experts and an MLP of 40: sizes that work are 1, 2"),
-        ("mixtral", 3, False, "has 4 query heads, 2 KV heads and an MLP of 80: sizes that work are 1, 2, 4"),
+        ("qwen2_moe", 4, True, "has 4 query heads, 2 KV heads, 6 experts, shared_expert_intermediate_size 40: sizes that work are 1, 2"),
+        ("mixtral", 3, False, "has 4 query heads, 2 KV heads, intermediate_size 80: sizes that work are 1, 2, 4"),
     ])  # fmt: skip
     def test_a_size_that_cannot_be(self, family: str, size: int, expert_parallel: bool, says: str) -> None:
         with pytest.raises(ValueError, match=re.escape(says)):

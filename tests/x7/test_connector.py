@@ -14,8 +14,8 @@ from tests.x7.engines import ROOMY, SMALL, answers, make_engine, rounds
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> type[DictConnector]:
-    """Each engine gets a `DictConnector`."""
-    monkeypatch.setitem(plugins.CONNECTORS, "double", ("tests.x7.double:DictConnector", lambda config: True))
+    """An engine with `kv_offload` gets a `DictConnector`."""
+    monkeypatch.setitem(plugins.CONNECTORS, "kv_offload", "tests.x7.double:DictConnector")
     return DictConnector
 
 
@@ -27,7 +27,7 @@ def test_what_comes_back_is_what_left(
 ) -> None:
     monkeypatch.setattr(double, "broken", broken)
     monkeypatch.setattr(double, "delay", delay)
-    engine = make_engine(milestone=preset, **SMALL)
+    engine = make_engine(milestone=preset, kv_offload="1MiB", **SMALL)
     expected = make_engine(milestone=preset, **ROOMY)
     for requests in rounds():
         assert answers(engine, requests) == answers(expected, requests)

@@ -96,7 +96,7 @@ def use_mine() -> None:
 def build_app() -> typer.Typer:
     """The commands, with a flag for every field of `EngineConfig` and `SamplingParams`."""
     from folovllm.config import EngineConfig
-    from folovllm.engine.extension import add_commands
+    from folovllm.plugins import COMMANDS, is_installed, named
     from folovllm.sampling_params import SamplingParams
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -104,7 +104,8 @@ def build_app() -> typer.Typer:
     app.command()(with_flags(generate, SamplingParams, EngineConfig))
     app.command()(with_flags(chat, SamplingParams, EngineConfig))
     app.command()(download)
-    add_commands(app)
+    for module in filter(is_installed, COMMANDS):
+        named(module).add_to(app)
     return app
 
 

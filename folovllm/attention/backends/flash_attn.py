@@ -29,19 +29,23 @@ class FlashAttentionBackend(AttentionBackend):
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
         """Raise `BackendUnavailable` without a GPU of compute capability 8.0 or the package, or for sizes that it does not support."""
-        name = 'attention_backend "flash_attn"'
-        if config.device.type != "cuda":
-            raise BackendUnavailable(f'{name} needs a CUDA GPU: choose "torch_paged"')
-        if torch.cuda.get_device_capability(config.device) < (8, 0):
-            raise BackendUnavailable(f'{name} needs compute capability 8.0 (Ampere) or later: choose "triton"')
-        if find_spec("flash_attn") is None:
-            raise BackendUnavailable(f'{name} needs a package: pip install flash-attn, or choose "triton"')
-        if config.dtype not in (torch.float16, torch.bfloat16):
-            raise BackendUnavailable(f"{name} needs float16 or bfloat16, not {str(config.dtype)[6:]}")
-        if config.head_dim % 8 or config.head_dim > 256:
-            raise BackendUnavailable(f"{name} needs a head_dim of 8 to 256 in steps of 8, not {config.head_dim}")
-        if config.block_size is not None and not cls.supports_block_size(config.block_size):
-            raise BackendUnavailable(f"{name} needs a block_size that is a multiple of 256, not {config.block_size}")
+        is_cuda, dim, size = config.device.type == "cuda", config.head_dim, config.block_size
+        is_old = is_cuda and torch.cuda.get_device_capability(config.device) < (8, 0)
+        is_half = config.dtype in (torch.float16, torch.bfloat16)
+        rules = (
+            (not is_cuda, 'needs a CUDA GPU: choose "torch_paged"'),
+            (is_old, 'needs compute capability 8.0 (Ampere) or later: choose "triton"'),
+            (find_spec("flash_attn") is None, 'needs a package: pip install flash-attn, or choose "triton"'),
+            (not is_half, f"needs float16 or bfloat16, not {str(config.dtype)[6:]}"),
+            (dim % 8 or dim > 256, f"needs a head_dim of 8 to 256 in steps of 8, not {dim}"),
+            (
+                size is not None and not cls.supports_block_size(size),
+                f"needs a block_size that is a multiple of 256, not {size}",
+            ),
+        )
+        for is_wrong, sentence in rules:
+            if is_wrong:
+                raise BackendUnavailable(f'attention_backend "flash_attn" {sentence}')
 
     def sliding(self, window: int) -> AttentionBackend:
         return SlidingFlashAttention(self, window)
@@ -56,7 +60,6 @@ class FlashAttentionBackend(AttentionBackend):
         self._key_starts = torch.nn.functional.pad(lens, (1, 0))
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
         store_kvcache(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -87,7 +90,6 @@ class SlidingFlashAttention(FlashAttentionBackend):
         self._prefill, self._decode = (partial(f, window_size=before) for f in (whole._prefill, whole._decode))
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Let `whole` plan the step."""
         self._whole.plan(batch)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

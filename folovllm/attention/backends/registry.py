@@ -12,7 +12,6 @@ from folovllm.attention.backends.decoded import DecodedCache, check_fp8
 logger = logging.getLogger("folovllm")
 
 BACKENDS: dict[str, str] = {
-    "torch_cat": "folovllm.attention.backends.torch_cat:TorchCatBackend",
     "torch_naive": "folovllm.attention.backends.torch_naive:TorchNaiveBackend",
     "torch_paged": "folovllm.attention.backends.torch_paged:TorchPagedBackend",
     "triton": "folovllm.attention.backends.triton:TritonBackend",
@@ -24,16 +23,7 @@ AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_pa
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """Return the class of a name. Its `check_available` tells whether it can run here.
-
-    Raises:
-        ValueError: there is no backend of that name; the message lists all names.
-        BackendUnavailable: a package that the backend needs is not installed.
-    """
-    if "," in name:
-        raise ValueError(
-            f"attention_backend {name!r}: pairs of backends are gone, so name one of {', '.join(BACKENDS)}"
-        )
+    """Return the class of a name. Raises ValueError for an unknown one, `BackendUnavailable` without a package that it needs."""
     if name not in BACKENDS:
         raise ValueError(f"unknown attention_backend {name!r}: choose one of {', '.join(BACKENDS)}")
     module, _, symbol = BACKENDS[name].partition(":")
@@ -53,11 +43,7 @@ def make_backend(name: str, config: AttentionConfig) -> AttentionBackend:
 
 
 def choose_backend(name: str, config: AttentionConfig) -> tuple[str, int]:
-    """Return the backend's name and the block size. Both are checked before any weight is loaded.
-
-    Raises:
-        BackendUnavailable: the backend cannot run here. ValueError: there is no such backend.
-    """
+    """Return the backend's name and the block size. Raises `BackendUnavailable` if none can run here, ValueError for an unknown name."""
     if name != "auto":
         return name, _checked(get_backend(name), config)
     reasons = []

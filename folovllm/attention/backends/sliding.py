@@ -62,5 +62,4 @@ class SlidingCat(SlidingBackend):
     """`SlidingBackend` over the growing cache of one sequence."""
 
     def forward(self, query: torch.Tensor, kv_cache: Any, batch: ForwardBatch) -> torch.Tensor:
-        """Return attention: [T, Hq, D] -> [T, Hq, D]."""
         return attend_window(query, kv_cache.key, kv_cache.value, self.config.scale, self._window)

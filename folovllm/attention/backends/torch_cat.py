@@ -1,10 +1,10 @@
-"""Attention over a cache that grows by concatenation: M1's own backend, which users call "torch_naive" (`engine.setup.NAIVE`)."""
+"""Attention over a cache that grows by concatenation: M1's own backend, which users call "torch_naive"."""
 
 from __future__ import annotations
 
 import torch
 
-from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention
 from folovllm.step.forward_batch import ForwardBatch
 
@@ -12,45 +12,35 @@ from folovllm.step.forward_batch import ForwardBatch
 class GrowingKVCache:
     """K and V of one sequence in token order, `[n, Hkv, D]` each. Simple and quadratic: every append copies all cached tokens."""
 
-    def __init__(self) -> None:
-        self._kv: torch.Tensor | None = None  # [2, n, Hkv, D]
+    _kv = torch.empty(2, 0, 0, 0)  # [2, n, Hkv, D]; this one, which is empty, is of all caches
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Append the K/V of new tokens, [T, Hkv, D] each."""
-        cached = key.new_empty(2, 0, *key.shape[1:]) if self._kv is None else self._kv
+        cached = self._kv if len(self) else key.new_empty(2, 0, *key.shape[1:])
         self._kv = append_kv(cached, key, value)
 
     def reset(self) -> None:
         """Empty the cache for another sequence."""
-        self._kv = None
+        self._kv = GrowingKVCache._kv
 
     @property
     def key(self) -> torch.Tensor:
         """K of all cached tokens, [n, Hkv, D]."""
-        assert self._kv is not None
         return self._kv[0]
 
     @property
     def value(self) -> torch.Tensor:
         """V of all cached tokens, [n, Hkv, D]."""
-        assert self._kv is not None
         return self._kv[1]
 
     def __len__(self) -> int:
-        return 0 if self._kv is None else self._kv.shape[1]
+        return self._kv.shape[1]
 
 
 class TorchCatBackend(AttentionBackend):
     """The batch is one sequence; each layer's `kv_cache` is a `GrowingKVCache`. There are no slots: new tokens are appended."""
 
     name = "torch_cat"
-
-    @classmethod
-    def check_available(cls, config: AttentionConfig) -> None:
-        """Raise `BackendUnavailable`: `kv_cache="growing"` alone uses this backend."""
-        raise BackendUnavailable(
-            'attention_backend "torch_cat" comes with kv_cache="growing": leave it out, or take "m1"'
-        )
 
     def store(  # type: ignore[override]  # a cache that grows cannot be one tensor
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: GrowingKVCache, slot_mapping: torch.Tensor
@@ -59,7 +49,6 @@ class TorchCatBackend(AttentionBackend):
         kv_cache.append(key, value)
 
     def sliding(self, window: int) -> AttentionBackend:
-        """Return the backend of a layer in which a token sees `window` tokens."""
         from folovllm.attention.backends.sliding import SlidingCat  # here, for few models have windows
 
         return SlidingCat(self, window)

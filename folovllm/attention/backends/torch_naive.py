@@ -10,16 +10,12 @@ from folovllm.step.forward_batch import ForwardBatch
 
 
 class TorchNaiveBackend(AttentionBackend):
-    """Gathers each sequence's K/V from its blocks, then computes textbook attention. Any block size.
-
-    With one block per sequence, as long as the context, this is a contiguous cache.
-    """
+    """Gathers each sequence's K/V from its blocks, of any size, and computes textbook attention. One long block is a contiguous cache."""
 
     name = "torch_naive"
     supports_prompt_graph = True
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
         reshape_and_cache_kv(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -33,7 +29,6 @@ class TorchNaiveBackend(AttentionBackend):
         return torch.cat(outputs)
 
     def sliding(self, window: int) -> AttentionBackend:
-        """Return the backend of a layer in which a token sees `window` tokens."""
         from folovllm.attention.backends.sliding import SlidingBackend  # here, for few models have windows
 
         return SlidingBackend(self, window, gather_kv)

@@ -5,35 +5,23 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.backends.sliding import SlidingBackend
-from folovllm.attention.backends.torch_naive import gather_kv, reshape_and_cache_kv
+from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.ops import create_causal_mask
 from folovllm.step.forward_batch import ForwardBatch
 
 
-class TorchPagedBackend(AttentionBackend):
-    """Supports any block size and device. Each step copies all blocks that it reads, which the kernels of M4 avoid."""
+class TorchPagedBackend(TorchNaiveBackend):
+    """Stores as its base. Each step copies all blocks that it reads, which the kernels of M4 avoid."""
 
     name = "torch_paged"
-    supports_prompt_graph = True
-
-    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
-        reshape_and_cache_kv(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Return causal attention, sequence by sequence: [T, Hq, D] -> [T, Hq, D]."""
         queries = torch.split(query, batch.query_lens_host)  # S times [n, Hq, D]
         outputs = [
             attend(new, *gather_blocks(kv_cache, table, seq_len), self.config.scale)
             for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True)
         ]
         return torch.cat(outputs)
-
-    def sliding(self, window: int) -> AttentionBackend:
-        """Return the backend of a layer in which a token sees `window` tokens."""
-        return SlidingBackend(self, window, gather_kv)
 
 
 def gather_blocks(

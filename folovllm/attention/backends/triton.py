@@ -59,28 +59,29 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
         """Raise `BackendUnavailable` without a GPU or the interpreter, for a dtype or a head_dim the kernels lack."""
-        if config.device.type != "cuda" and not interpreted():
-            raise BackendUnavailable(
-                'attention_backend "triton" needs a CUDA GPU, or the interpreter: set TRITON_INTERPRET=1 before Python '
-                'starts, or choose "torch_paged"'
-            )
-        if config.dtype == torch.bfloat16:
-            _check_bfloat16(config.device)
-        if config.head_dim < 16 or config.head_dim & (config.head_dim - 1):
-            raise BackendUnavailable(
-                f'attention_backend "triton" needs a head_dim that is a power of two from 16 up, not {config.head_dim}: '
-                'choose "torch_paged"'
-            )
-
-        if config.is_fp8 and config.head_dim < 32:
-            raise BackendUnavailable(
-                f'attention_backend "triton" reads 8 bits from a head_dim of 32 up, not {config.head_dim}: choose "torch_paged"'
-            )
-        if config.device.type == "cuda" and config.head_dim * config.dtype.itemsize > 512:
-            raise BackendUnavailable(
-                f'attention_backend "triton" has tiles for a head_dim of up to 256 in half precision and 128 in float32, '
-                f"not {config.head_dim} in {str(config.dtype)[6:]}: choose another dtype, or torch_paged"
-            )
+        is_cuda, is_bfloat16 = config.device.type == "cuda", config.dtype == torch.bfloat16
+        is_old = is_cuda and torch.cuda.get_device_capability(config.device) < (8, 0)
+        dim, half = config.head_dim, "256 in half precision and 128 in float32"
+        rules = (
+            (
+                not is_cuda and not interpreted(),
+                'needs a CUDA GPU, or the interpreter: set TRITON_INTERPRET=1 before Python starts, or choose "torch_paged"',
+            ),
+            (is_bfloat16 and not is_cuda, "computes bfloat16 wrongly in the interpreter: choose float32 or float16"),
+            (is_bfloat16 and is_old, "has no bfloat16 on this GPU (compute capability below 8.0): choose float16"),
+            (
+                dim < 16 or dim & (dim - 1),
+                f'needs a head_dim that is a power of two from 16 up, not {dim}: choose "torch_paged"',
+            ),
+            (config.is_fp8 and dim < 32, f'reads 8 bits from a head_dim of 32 up, not {dim}: choose "torch_paged"'),
+            (
+                is_cuda and dim * config.dtype.itemsize > 512,
+                f"has tiles for a head_dim of up to {half}, not {dim} in {str(config.dtype)[6:]}: choose another dtype, or torch_paged",
+            ),
+        )
+        for is_wrong, sentence in rules:
+            if is_wrong:
+                raise BackendUnavailable(f'attention_backend "triton" {sentence}')
 
     def _make_decode(self, block_size: int) -> SplitKVDecode:
         c = self.config
@@ -108,7 +109,6 @@ class TritonBackend(AttentionBackend):
             )
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
         if self.config.is_fp8:
             key, value, kv_cache = as_bytes(self.scales, key, value, kv_cache)
         store_kvcache(key, value, kv_cache, slot_mapping)
@@ -145,10 +145,3 @@ class TritonBackend(AttentionBackend):
                 self._decode, qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation
             )
         return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation, self.scales)
-
-
-def _check_bfloat16(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise BackendUnavailable("Triton's interpreter computes bfloat16 wrongly: choose float32 or float16")
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        raise BackendUnavailable("this GPU has no bfloat16 (compute capability below 8.0): choose float16")

@@ -109,9 +109,9 @@ class MtpHead(nn.Module):
         """Repack linear weights, and add 1 to the weights of norms."""
         self._model[0].weights_loaded()
 
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the model's last hidden states as they are, [T, H]."""
-        return states
+        return hidden
 
     def inputs(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Join the embeddings of tokens and the hidden states before them: what the layer reads, [T, H]."""

@@ -12,7 +12,7 @@ from folovllm.electives.server.aggregator import Aggregator
 from folovllm.electives.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work
 from folovllm.engine.events import Event
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.executor.plain_setup import plain
+from folovllm.executor.messages import plain
 
 logger = logging.getLogger("folovllm")
 MakeEngine = Callable[[EngineConfig], LLMEngine]

@@ -171,14 +171,14 @@ class Eagle3Head(nn.Module):
     def weights_loaded(self) -> None:
         """Do nothing: no weight is repacked."""
 
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         """Project hidden states [T, 3 H of the target] to [T, H]."""
         if self.config.norm_before_fc:
-            states = self.input_norm(states)
+            hidden = self.input_norm(hidden)
         if self.config.fc_norm:
-            parts = states.chunk(len(self.aux_layers), -1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        combined: torch.Tensor = self.fc(states)
+            parts = hidden.chunk(len(self.aux_layers), -1)
+            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        combined: torch.Tensor = self.fc(hidden)
         return combined
 
     def store(self, hidden: torch.Tensor, batch: ForwardBatch) -> None:

@@ -8,9 +8,8 @@ import numpy as np
 
 from folovllm.electives.spec_decode.head_runner import CHAIN
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
-from folovllm.engine.scheduler import NO_TOKENS
 from folovllm.executor.abstract import Executor, Pending
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import NO_TOKENS, ScheduledSequence, SchedulerOutput
 
 
 class HeadProposer(Proposer):

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from folovllm.electives.spec_decode.policy import LengthPolicy
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
-from folovllm.engine.sampling_spec import sampling_spec
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import Sequence, SequenceStatus, sampling_spec
 from folovllm.step.schedule import SamplingSpec
 
 NO_ROOM = 64  # steps without drafts after a step that had no room for draft tokens

@@ -16,11 +16,17 @@ import numpy as np
 
 from folovllm.electives.structured_output import guidance
 from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
-from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher, ReasoningPrefix
+from folovllm.electives.structured_output.grammar_matcher import (
+    Bitmask,
+    Grammar,
+    GrammarMatcher,
+    ReasoningPrefix,
+    set_bits,
+)
 from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.request import Sequence
-from folovllm.sample.sampling_row import mask_of, mask_width
+from folovllm.sample.sampling_row import mask_width
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import SchedulerOutput
 
@@ -107,12 +113,15 @@ class StructuredOutputManager:
         if not end_ids:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
         model_end_ids = sorted(first.eos_token_ids) or end_ids
+        allowed = None
+        if params.allowed_token_ids is not None:
+            set_bits(allowed := np.zeros(mask_width(self._vocab_size), np.int32), params.allowed_token_ids)
         matcher = GrammarMatcher(
             self._grammar(asked, end_ids, model_end_ids),
             end_ids,
             model_end_ids=model_end_ids,
             min_tokens=params.min_tokens,
-            allowed=None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size),
+            allowed=allowed,
             prefix=None if asked.after is None else copy(self._prefix(asked.after.encode())),
         )
         for seq in seqs:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
+from folovllm.cache.cached_prefix import PrefixCacheStats
+from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import cached_prefix_of
 from folovllm.engine.event_stream import Events
 from folovllm.request import Sequence, SequenceStatus
