@@ -221,4 +221,6 @@ def merged_table() -> str:
         )
         for row in measured["rows"]
     ]
-    return table("projections | tokens | separate products, µs a layer | merged product, µs a layer | separate / merged", *rows)
+    return table(
+        "projections | tokens | separate products, µs a layer | merged product, µs a layer | separate / merged", *rows
+    )
