@@ -21,9 +21,9 @@ def reads_table(number: int) -> str:
         is_decode = scheduled.end == scheduled.start + 1
         rows.append(
             (
-                f"decode of {scheduled.name}, a KV head each (2 programs)"
+                f"decode of {scheduled.name}, per KV head (2 programs)"
                 if is_decode
-                else f"prefill of {scheduled.name}, a head each (4 programs)",
+                else f"prefill of {scheduled.name}, per head (4 programs)",
                 f"position {scheduled.start}, for two query heads"
                 if is_decode
                 else f"positions {scheduled.start} to {scheduled.end - 1}",
