@@ -25,33 +25,33 @@ SMALL, LARGE = "stories-5m", "Qwen3-0.6B"
 FOLDER = ASSETS / SMALL
 
 MEANING = {  # what each field of the embedded model's config.json is for, in the order in which one reads them
-    "architectures": "the class that knows what to do with the rest ([adding a model](reference/adding_a_model.md))",
-    "model_type": "the same for `transformers`, which reads the file with that type's defaults",
-    "vocab_size": "`V`: rows of the embedding, and numbers that come out at the end",
-    "hidden_size": "`H`: numbers that stand for a token between the layers",
+    "architectures": "the class of the model, which uses the other fields ([adding a model](reference/adding_a_model.md))",
+    "model_type": "the model's type in `transformers`; the type gives defaults for missing fields",
+    "vocab_size": "`V`: rows of the embedding, and logits at the end",
+    "hidden_size": "`H`: numbers in a token's vector between the layers",
     "num_hidden_layers": "`L`: layers, all of the same shape",
     "num_attention_heads": "`Hq`: query heads of a layer",
     "num_key_value_heads": "`Hkv`: key and value heads of a layer; the cache holds these",
-    "head_dim": "`D`: numbers of a head. If absent, `H / Hq`; but it may be anything, as on the right",
-    "intermediate_size": "`I`: how wide the MLP is inside",
-    "hidden_act": "the function in its gate",
+    "head_dim": "`D`: numbers of a head. Without this field `D` is `H / Hq`, but a file may give another number, as on the right",
+    "intermediate_size": "`I`: numbers in a token's vector inside the MLP",
+    "hidden_act": "the function in the MLP's gate",
     "rms_norm_eps": "added to the mean square, so that a vector of zeros is not divided by 0",
-    "rope_parameters": "base of the rotation, and its scaling if there is one (older files: `rope_theta`, `rope_scaling`)",
-    "max_position_embeddings": "the longest context that the model claims",
-    "tie_word_embeddings": "whether the head is the embedding's matrix read the other way",
+    "rope_parameters": "base of RoPE's rotation, and its scaling if there is one (older files: `rope_theta`, `rope_scaling`)",
+    "max_position_embeddings": "the longest context that the model should be used with",
+    "tie_word_embeddings": "whether the head uses the embedding's matrix",
     "attention_bias": "whether the projections of attention have a bias",
     "dtype": "the type of the weights in the file (older files: `torch_dtype`)",
     "eos_token_id": "tokens that end an answer",
-    "bos_token_id": "a token to put first; none here",
+    "bos_token_id": "a token to put before each text; none here",
     "pad_token_id": "fills up rows of a padded batch. A ragged batch has no padding",
-    "sliding_window": "how far back a layer looks that has a window; none here",
-    "use_sliding_window": "whether such layers are used at all",
-    "max_window_layers": "Qwen's: from which layer on, if they are",
-    "layer_types": "what each layer is: full attention or a window",
+    "sliding_window": "how many tokens a layer with a window sees; none here",
+    "use_sliding_window": "whether the model has layers with a window",
+    "max_window_layers": "only in Qwen's files: the first layer with a window, if there are any",
+    "layer_types": "whether a layer has full attention or a window",
     "use_cache": "whether `transformers` keeps keys and values. An engine always does",
-    "attention_dropout": "of training; nothing is dropped when a model answers",
-    "initializer_range": "of training: how wide the first random weights were",
-    "transformers_version": "who wrote the file",
+    "attention_dropout": "only for training; nothing is dropped when a model answers",
+    "initializer_range": "only for training: the standard deviation of the first random weights",
+    "transformers_version": "the version of `transformers` that wrote the file",
 }
 
 
@@ -221,4 +221,6 @@ def merged_table() -> str:
         )
         for row in measured["rows"]
     ]
-    return table("projections | tokens | apart, µs a layer | merged, µs a layer | times", *rows)
+    return table(
+        "projections | tokens | separate products, µs a layer | merged product, µs a layer | separate / merged", *rows
+    )

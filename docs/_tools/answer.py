@@ -195,7 +195,7 @@ def stream_table() -> str:
         attention, mlp = (given[f"model.layers.{layer}.{part}"][-1] for part in ("self_attn", "mlp"))
         stream = stream + attention + mlp
         rows.append((f"layer {layer}", rms(attention), rms(mlp), rms(stream), *_says(model, stream)))
-    return table("after | attention adds | the MLP adds | the stream | the head would say | and give Lima", *rows)
+    return table("after | attention adds | the MLP adds | the stream | the head would say | probability of Lima", *rows)
 
 
 def _says(model: LlamaForCausalLM, stream: torch.Tensor) -> tuple[str, str]:

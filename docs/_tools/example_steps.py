@@ -21,13 +21,13 @@ def reads_table(number: int) -> str:
         is_decode = scheduled.end == scheduled.start + 1
         rows.append(
             (
-                f"decode, {scheduled.name}, a KV head (2 programs)"
+                f"decode of {scheduled.name}, per KV head (2 programs)"
                 if is_decode
-                else f"prefill, {scheduled.name}, a head (4 programs)",
-                f"position {scheduled.start}, for the head's two query heads"
+                else f"prefill of {scheduled.name}, per head (4 programs)",
+                f"position {scheduled.start}, for two query heads"
                 if is_decode
                 else f"positions {scheduled.start} to {scheduled.end - 1}",
-                f"{', '.join(map(str, blocks))}; of the last one {rest} slot{'s' * (rest > 1)}",
+                f"{', '.join(map(str, blocks))}; in block {blocks[-1]} only {rest} slot{'s' * (rest > 1)}",
             )
         )
     return table("program | its queries | blocks it reads, in this order", *rows)

@@ -87,7 +87,7 @@ FIRSTS: dict[str, Looks] = {
     ),
     "a wait for memory": (
         lambda turn, run: "blocks" in turn.refused.values(),
-        lambda turn: f"{_names(turn.refused)}: both blocks are taken",
+        lambda turn: f"{_names(turn.refused)}: both blocks are in use",
     ),
     "a block table": (
         lambda turn, run: any(len(held) > 1 for held in turn.after.tables.values()),
@@ -95,7 +95,7 @@ FIRSTS: dict[str, Looks] = {
     ),
     "a preemption": (
         lambda turn, run: turn.preempted,
-        lambda turn: f"{_names(turn.preempted)} gives way to {_names(turn.preempted.values())}",
+        lambda turn: f"{_names(turn.preempted)} gives its blocks back for {_names(turn.preempted.values())}",
     ),
     "a recomputation": (
         lambda turn, run: any(_again(scheduled.name, turn, run) and not turn.hits for scheduled in turn.scheduled_seqs),
@@ -109,15 +109,15 @@ FIRSTS: dict[str, Looks] = {
     ),
     "a prefix hit": (
         lambda turn, run: turn.hits,
-        lambda turn: ", ".join(f"{name} begins with {hit} tokens of A" for name, hit in turn.hits.items()),
+        lambda turn: ", ".join(f"{name} finds {hit} tokens of A in the cache" for name, hit in turn.hits.items()),
     ),
-    "a return without loss": (
+    "a return with cached blocks": (
         lambda turn, run: any(_again(name, turn, run) for name in turn.hits),
-        lambda turn: ", ".join(f"{name} finds {hit} tokens, its own among them" for name, hit in turn.hits.items()),
+        lambda turn: ", ".join(f"{name} finds {hit} of its tokens in the cache" for name, hit in turn.hits.items()),
     ),
     "an overlap": (
         lambda turn, run: turn.scheduled_seqs and not turn.drawn,
-        lambda turn: "the step is sent, and the next one planned before its tokens are back",
+        lambda turn: "the next step is planned before the tokens of this step are back",
     ),
 }
 

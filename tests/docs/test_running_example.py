@@ -50,7 +50,7 @@ def test_each_thing_begins_in_its_milestone(tools: dict[str, ModuleType]) -> Non
     assert found == {
         "a wait": ("M1", 0), "a batch": ("M2", 1), "a wait for tokens": ("M2", 0), "a wait for memory": ("M2", 2),
         "a block table": ("M3", 0), "a preemption": ("M3", 4), "a recomputation": ("M3", 7),
-        "a chunk": ("M5", 0), "a prefix hit": ("M5", 2), "a return without loss": ("M5", 7), "an overlap": ("M6", 0),
+        "a chunk": ("M5", 0), "a prefix hit": ("M5", 2), "a return with cached blocks": ("M5", 7), "an overlap": ("M6", 0),
     }  # fmt: skip
 
 
