@@ -89,7 +89,9 @@ docs: .venv/.docs
 	$(BIN)/python docs/_tools/excerpts.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# JupyterLab shows the SVG pictures of a notebook that nobody has run yet only if it trusts the notebook.
 lab: .venv/.notebooks
+	@$(BIN)/jupyter trust notebooks/*.ipynb notebooks/zh/*.ipynb > /dev/null
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks
 
 clean:
