@@ -634,7 +634,8 @@ assert waits == sorted(waits) and waits[3] > 2 * waits[0]
 # ## Beside the exercises: build a decode loop with a cache of its own
 #
 # `python -m milestones build m1` gives you an empty file, the protocol and the tests; the structure is yours, and no exercise needs it. The score
-# counts the bytes that the caches move: by concatenation each token copies all that was there. Once yours is begun, it has a row too.
+# counts the bytes that the caches move: by concatenation each token copies all that was there. *Of the least* is that number over the smallest possible one: each K and V written once and read once.
+# It decides the medal: bronze up to 10, silver up to 2, gold up to 1.1. Once yours is begun, it has a row too.
 
 # %%
 from IPython.display import Markdown
