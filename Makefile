@@ -89,7 +89,13 @@ docs: .venv/.docs
 	$(BIN)/python docs/_tools/excerpts.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# JupyterLab shows the SVG pictures of a notebook that nobody has run yet only if it trusts the notebook. Its settings: a
+# double click on a chapter shows the page, not its source, and no question about news.
+SETTINGS := .venv/share/jupyter/lab/settings
 lab: .venv/.notebooks
+	@$(BIN)/jupyter trust notebooks/*.ipynb notebooks/zh/*.ipynb > /dev/null
+	@mkdir -p $(SETTINGS) && echo '{"@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},' \
+	  '"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}' > $(SETTINGS)/overrides.json
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks
 
 clean:

@@ -161,7 +161,7 @@ def hint(id: Id, all: Annotated[bool, typer.Option("--all", help="All three.")] 
     else:
         answer = t("python -m milestones show {id} has the answer", id=id)
         for name, names in course.in_reach(task).items():
-            say("{name} has in reach: {names}", name=name, names=", ".join(names) or "-")
+            say("{name} can use: {names}", name=name, names=", ".join(names) or "-")
     state.hints[id] = max(shown, used)
     mine.save(state)
     say_what_is_left(hints, shown, answer)

@@ -31,7 +31,7 @@ def print_place(mine: Mine) -> None:
         done = sum(map(mine.written, milestone.exercises)) if milestone.id in state.started else 0
         bar = "■" * done + "□" * (len(milestone.exercises) - done)
         note = "" if milestone.id in state.started else t("not started")
-        say(f"[bold]{milestone.id}[/] {set_cell_size(t(milestone.title), 32)} {bar}  {note}")
+        say(f"[bold]{milestone.id}[/] {set_cell_size(t(milestone.title), 35)} {bar}  {note}")
     console.print()
     exercises = started_exercises(mine)
     failed = [e.id for e in exercises if e.id in state.failed and mine.written(e)]

@@ -50,7 +50,8 @@ print(llm.generate(PROMPT, SamplingParams(temperature=0.8, seed=3, max_tokens=60
 # %% [markdown]
 # ## Predict
 #
-# Write your guesses down before you go on; each is measured below.
+# Write your guesses down before you go on. Each is measured below. If this notebook already shows results, they are those of a run of ours:
+# *Edit > Clear Outputs of All Cells* hides them.
 #
 # 1. Without a KV cache, how does the cost of the n-th token grow with n? And with one?
 # 2. A prompt of 256 tokens against one of 8: how many times longer does the first token take? 32 times?
@@ -137,7 +138,7 @@ print("first token in step", first)
 assert first == {"A": 0, "B": 10, "C": 16}
 
 # %% [markdown]
-# Twice the engine computes a whole prompt, and else one token a step. While A decodes, B and C wait, though the weights that A's token needs
+# Three steps (0, 10 and 16) compute a whole prompt. Every other step computes one token. While A decodes, B and C wait, though the weights that A's token needs
 # would serve theirs as well: that is the subject of [M2](../notebooks/m2_continuous_batching.ipynb).
 #
 # ## The mini: the whole thing in one cell
@@ -275,7 +276,8 @@ print(f"{lines} lines, {len(mini_tokens)} tokens, all equal")
 # %% [markdown]
 # ## Your turn
 #
-# The engine does the same with ten functions, in seven exercises, that are yours to write. In a terminal:
+# The engine does the same with eleven functions. You write them, in eight exercises. Type these commands in a terminal. (JupyterLab has one,
+# *File > New > Terminal*. It is a new shell, so `source ../.venv/bin/activate` comes first.)
 #
 # ```
 # python -m milestones start m1        # their bodies are cut out of your copy, mine/
@@ -323,7 +325,8 @@ print(inspect.getdoc(f))
 #
 # `LLM.generate` calls `LLMEngine.step` until nothing is left. A step is four calls: the scheduler says what to compute, the executor
 # hands it to worker and runner (the model), the sampler samples, the scheduler appends the token. We wrap each of the four in a clock
-# and watch one request.
+# and watch one request. The runner calls the sampler, so in the picture the time of `execute_model` contains the sampler's time. The line
+# below the picture subtracts it.
 
 # %%
 engine = llm.engine
@@ -610,6 +613,7 @@ print(f"1. no cache: from {1e3 * early:.0f} ms for an early token to {1e3 * late
 print(f"2. 256 tokens of prompt against 8: {rates[8][2] / rates[3][2]:.1f} times the wait, not 32")
 print(f"3. the model takes {model_share:.0%} of a step")
 print(f"4. without RoPE: {said['no RoPE'].text[:80]!r}...")
+print(f"5. C gets its first token in step {next(turn.number for turn in run.turns if 'C' in turn.drawn)}")
 
 # %% [markdown]
 # ## What the next milestone is for
@@ -630,7 +634,8 @@ assert waits == sorted(waits) and waits[3] > 2 * waits[0]
 # ## Beside the exercises: build a decode loop with a cache of its own
 #
 # `python -m milestones build m1` gives you an empty file, the protocol and the tests; the structure is yours, and no exercise needs it. The score
-# counts the bytes that the caches move: by concatenation each token copies all that was there. Once yours is begun, it has a row too.
+# counts the bytes that the caches move: by concatenation each token copies all that was there. *Of the least* is that number over the smallest possible one: each K and V written once and read once.
+# It decides the medal: bronze up to 10, silver up to 2, gold up to 1.1. Once yours is begun, it has a row too.
 
 # %%
 from IPython.display import Markdown

@@ -67,10 +67,11 @@ class Block:
 def pages() -> list[Path]:
     """Every Markdown file of the repository with something for a reader to type: hints, of exercises and builders, are nothing to run.
 
-    Nor is the Chinese edition: its commands are those of the English one (`test_editions.py`).
+    Nor is the Chinese edition: its commands are those of the English one (`test_editions.py`). JupyterLab keeps copies of what it opened.
     """
     found = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-    return sorted(page for page in found if "hints" not in (*page.parts, page.stem) and not page.match("*.zh.md"))
+    no_pages = {"hints", ".ipynb_checkpoints"}
+    return sorted(page for page in found if no_pages.isdisjoint((*page.parts, page.stem)) and not page.match("*.zh.md"))
 
 
 @cache
