@@ -13,9 +13,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.schedule import SamplingSpec, TokenIds
-
-Int32 = npt.NDArray[np.int32]
+from folovllm.step.schedule import Int32, SamplingSpec, TokenIds
 
 
 class RowField(IntEnum):
