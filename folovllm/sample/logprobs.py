@@ -75,9 +75,8 @@ def score(
         after: [n] int64, the index in the step of the token before each of `tokens` [n] int64.
     """
     size = num_scored_at_once(vocab_size)
-    parts = [
-        gather_logprobs(logits_after(at), own, k) for at, own in zip(after.split(size), tokens.split(size), strict=True)
-    ]
+    pieces = zip(after.split(size), tokens.split(size), strict=True)
+    parts = [gather_logprobs(logits_after(at), own, k) for at, own in pieces]
     return SampledLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 

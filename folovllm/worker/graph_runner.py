@@ -21,7 +21,7 @@ from folovllm.step.packed import Field, PackedStep, Parts, Sample, StepPacker, s
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
-from folovllm.worker.dry_run import compile_at_once
+from folovllm.worker.dry_run import one_layer_of_each_kind
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, Verifier, result_of
 from folovllm.worker.step_graph import GraphPool, GraphStore, HostRing, StepGraph
@@ -159,8 +159,16 @@ class GraphRunner:
         self._last_hidden = torch.zeros(most, width, dtype=setup.dtype, device=setup.device)
 
     def compile_at_once(self, captures: bool) -> None:
-        """Compile all kernels of the start in parallel."""
-        compile_at_once(self._setup, self.model.model, lambda: self._dry_run(captures))
+        """Compile all kernels of the start in parallel.
+
+        A kernel that the dry run misses is compiled at its first launch, for example if layers of one kind differ after all.
+        """
+        from folovllm.kernels.dry_run import dry_run  # here, for not every machine has Triton
+
+        config = self._setup.config
+        compiles = dry_run(self._setup.device, config.tensor_parallel_size, config.use_tqdm)
+        with one_layer_of_each_kind(self.model.model), torch.inference_mode(), compiles:
+            self._dry_run(captures)
 
     def _dry_run(self, captures: bool) -> None:
         """Run the work of the start once over a small cache: the largest step, small steps, and the work that is captured.
@@ -208,9 +216,8 @@ class GraphRunner:
         if self._setup.device.type == "cuda":
             kinds = self._others[False], [*self._decodes.values()], self._others[True]
             every = [bucket for kind in kinds for bucket in kind[::-1]]
-            for bucket in tqdm(
-                every, desc="Capturing graphs", disable=None if self._setup.config.use_tqdm else True, delay=1
-            ):
+            hidden = None if self._setup.config.use_tqdm else True
+            for bucket in tqdm(every, desc="Capturing graphs", disable=hidden, delay=1):
                 self._capture(bucket)
 
     def _capture(self, bucket: Bucket) -> None:
@@ -348,10 +355,8 @@ class GraphRunner:
         padded = flat[:0] if bucket is None else pad(step, bucket, self._setup.max_num_seqs)
         buffer, more = self._steps_in.to_device(np.concatenate([flat, padded])).tensor_split([len(flat)])
         parts = split(buffer, step.columns)
-        if step.sampling_updates.num_rows:
-            self._row_sampler.set_rows(
-                parts.sampling_updates, step.sampling_updates.num_rows, step.sampling_updates.num_with_line
-            )
+        if (new := step.sampling_updates).num_rows:
+            self._row_sampler.set_rows(parts.sampling_updates, new.num_rows, new.num_with_line)
         if step.updates.size:
             self._tables.enter_blocks(parts.updates)
         if step.has_drafts:
@@ -456,6 +461,5 @@ class GraphRunner:
         """Queue the copy of log-probabilities to the host, for the samples whose requests want them."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
-        return gather_logprobs(self._step_sampler.full_logits(logits[at]), self._tokens[at], int(count.max())).to_host(
-            non_blocking=True
-        )
+        found = gather_logprobs(self._step_sampler.full_logits(logits[at]), self._tokens[at], int(count.max()))
+        return found.to_host(non_blocking=True)
