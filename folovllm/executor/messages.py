@@ -16,7 +16,8 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.models.model_config import num_experts_of
 from folovllm.sample.sampling_row import RowField, SamplingUpdate, line_width
 from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
+from folovllm.step.packed import LINES, Field, PackedStep, Parts, Sample, split
+from folovllm.step.schedule import Int32
 
 STOP: Int32 = np.empty(0, np.int32)  # the last message
 HEADER = len(LINES) + 7  # int32 numbers before a step

@@ -25,7 +25,8 @@ from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.packed import Int32, PackedStep
+from folovllm.step.packed import PackedStep
+from folovllm.step.schedule import Int32
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
 FAILURE_TIMEOUT = 1.0  # seconds to wait for the rank that failed first, after another one reported lost peers

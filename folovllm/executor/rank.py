@@ -21,7 +21,7 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.executor.messages import CALL, decode_step, encode_result, longest_messages
 from folovllm.executor.packed_executor import PackedWorker
 from folovllm.executor.ring import Ring, wait_for
-from folovllm.step.packed import Int32
+from folovllm.step.schedule import Int32
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
 # Makes a rank's worker and its runner. It must be a module's function, because it is pickled by its name.

@@ -7,7 +7,8 @@ import torch
 from folovllm.engine.setup import EngineSetup
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step.forward_batch import ForwardBatch
-from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, Int32, Parts, Sample
+from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, Parts, Sample
+from folovllm.step.schedule import Int32
 from folovllm.worker.kv_memory import free_memory
 
 

@@ -54,9 +54,8 @@ def num_blocks_that_fit(
             f"{lower}raise kv_cache_memory (CPU), gpu_memory_utilization (GPU) or "
             f"num_kv_blocks (at least {blocks_per_seq}; a block of {setup.block_size} tokens takes {bytes_per_block:,} bytes)"
         )
-    logger.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, setup.block_size, num_blocks * bytes_per_block / 2**30
-    )
+    gib = num_blocks * bytes_per_block / 2**30
+    logger.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, setup.block_size, gib)
     return num_blocks
 
 
