@@ -38,7 +38,8 @@ from folovllm.apps.bench.serve import running
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.packed import IN_FLIGHT, Field, Int32
+from folovllm.step.packed import IN_FLIGHT, Field
+from folovllm.step.schedule import Int32
 from folovllm.worker.buckets import decode_bucket
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.step_graph import GraphPool, StepGraph

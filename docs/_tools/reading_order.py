@@ -124,7 +124,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("models/extra_tensors.py", "", ""),
         ("models/given_tensors.py", "", ""),
         ("models/random_weights.py", "", ""),
-        ("models/pinned.py", "", ""),
         ("distributed/group.py", "", "distributed/parallel_state.py"),
         ("distributed/one_shot_buffers.py", "", "distributed/device_communicators/custom_all_reduce.py"),
         ("kernels/summed_linear.py", "", ""),

@@ -130,13 +130,8 @@ def shard_merged(
             sizes = dict.fromkeys(("gate_proj", "up_proj"), hf_config.intermediate_size)
         case _:
             return shard(name, weight)
-    ends = accumulate(sizes.values())
-    return torch.cat(
-        [
-            shard(name.replace(leaf, part), Rows(weight, end - sizes[part], end))
-            for part, end in zip(sizes, ends, strict=True)
-        ]
-    )
+    ends = zip(sizes, accumulate(sizes.values()), strict=True)
+    return torch.cat([shard(name.replace(leaf, part), Rows(weight, end - sizes[part], end)) for part, end in ends])
 
 
 class Rows:

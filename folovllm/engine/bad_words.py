@@ -39,9 +39,8 @@ def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) ->
     _require_few(len(words), sum(map(len, words)) // MAX_CHARS_OF_TOKEN)  # before any work
     runs: dict[tuple[int, ...], None] = {}
     for word in words:
-        plain, spaced = (
-            tuple(encode(tokenizer, space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
-        )
+        texts = word.lstrip(), " " + word.lstrip()
+        plain, spaced = (tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts)
         require(bool(plain), f"the bad word {word!r} has no tokens")
         runs[plain] = None
         if spaced[1:] != plain:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
-from folovllm.engine.inputs import Prompt, encode, is_one_prompt, parse_prompt
+from folovllm.engine.inputs import Prompt, is_one_prompt, parse_prompt
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.long_prompts import encode_whole
 from folovllm.engine.prompt_forms import TokensPrompt
 from folovllm.engine.require import Limits, check_fields, require, takes_vllm_arguments
 from folovllm.models.files import eos_token_ids
@@ -67,7 +68,7 @@ def search_beams(
     require(params.beam_width <= most, f"{wide}: ask for fewer, or raise max_logprobs to {2 * params.beam_width}")
     ends = frozenset() if params.ignore_eos else eos_token_ids(setup.path, setup.hf_config, tokenizer)
     items = [prompts] if is_one_prompt(prompts) else cast("Sequence[Prompt]", prompts)
-    searches = [BeamSearch(*_ids_and_salt(tokenizer, prompt)) for prompt in items]
+    searches = [BeamSearch(encode_whole(tokenizer, parts), parts.cache_salt) for parts in map(parse_prompt, items)]
     for _ in range(params.max_tokens):
         if not (beams := [beam for search in searches for beam in search.open]):
             break
@@ -75,12 +76,6 @@ def search_beams(
         for search in searches:
             search.advance([next(following) for _ in search.open], ends, setup.max_model_len, params)
     return [BeamSearchOutput([_with_text(beam, tokenizer) for beam in search.best(params)]) for search in searches]
-
-
-def _ids_and_salt(tokenizer: Any, prompt: Prompt) -> tuple[list[int], str | None]:
-    parts = parse_prompt(prompt)
-    ids = encode(tokenizer, parts.text or "") if parts.token_ids is None else parts.token_ids
-    return ids, parts.cache_salt
 
 
 def _next_tokens(generate: Generate, beams: list[BeamSearchSequence], count: int) -> list[dict[int, float]]:

@@ -52,7 +52,7 @@ def make_packed_worker(
     step_sampler: StepSampler
     if group is None:
         use_kernel = setup.device.type == "cuda" and not setup.config.compile
-        step_sampler = LocalSampler(setup.vocab_size, sampler, use_kernel=use_kernel)
+        step_sampler = LocalSampler(sampler, use_kernel=use_kernel)
         inner = make_runner(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         step_sampler = TensorParallelSampler(setup.vocab_size, group)

@@ -54,9 +54,8 @@ def choose_threads(setup: EngineSetup, limit: int) -> int:
     ranks = 1 if "TORCHELASTIC_RUN_ID" in os.environ else setup.config.tensor_parallel_size  # torchrun's divide nothing
     inputs = int(setup.hf_config.hidden_size)  # of the MLP's first product, the largest; `outputs` as one rank has them
     outputs = int(getattr(setup.hf_config, "intermediate_size", None) or 4 * inputs) // ranks
-    is_small = outputs * inputs < SMALL
-    if is_small and ranks == 1:
-        return 1
+    if outputs * inputs < SMALL:
+        return min(limit, ranks)
     from folovllm.engine.time_threads import fastest  # here, for a small model does without
 
-    return fastest(outputs, inputs, setup.dtype, ranks, limit, is_small)
+    return fastest(outputs, inputs, setup.dtype, ranks, limit)

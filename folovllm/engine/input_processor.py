@@ -84,11 +84,11 @@ class InputProcessor:
             return parts.token_ids
         if keep is None and len(text) <= limit:  # a token has a character or more, as a rule
             return encode(self._tokenizer, text)
-        from folovllm.engine.long_prompts import encode_end, encode_within
+        from folovllm.engine.long_prompts import encode_whole, encode_within
 
         if keep is None:
             return encode_within(limit, self._tokenizer, text)
-        return encode_end(limit - 1 if keep == -1 else keep, self._tokenizer, parts)
+        return encode_whole(self._tokenizer, parts)[-(limit - 1 if keep == -1 else keep) :]
 
     def check_amounts(self, params: SamplingParams) -> None:
         """Raise ValueError if a request asks for more of something than the engine gives."""

@@ -33,7 +33,6 @@ def too_long(count: str, limit: int) -> ValueError:
     )
 
 
-def encode_end(keep: int, tokenizer: PreTrainedTokenizerBase, parts: PromptParts) -> list[int]:
-    """The last `keep` tokens of a prompt."""
-    token_ids = encode(tokenizer, parts.text or "") if parts.token_ids is None else parts.token_ids
-    return token_ids[-keep:]
+def encode_whole(tokenizer: PreTrainedTokenizerBase, parts: PromptParts) -> list[int]:
+    """All tokens of a prompt, however long it is."""
+    return encode(tokenizer, parts.text or "") if parts.token_ids is None else parts.token_ids

@@ -113,9 +113,8 @@ class StepLog:
         decodes, scheduled_seqs = 0, []
         for scheduled, added in zip(event.output.scheduled_seqs, owners, strict=True):
             if added is not None:
-                if scheduled.num_new_tokens == max(1, scheduled.num_samples) and scheduled.start >= len(
-                    added.prompt_token_ids
-                ):
+                is_behind = scheduled.start >= len(added.prompt_token_ids)
+                if is_behind and scheduled.num_new_tokens == max(1, scheduled.num_samples):
                     decodes += scheduled.num_new_tokens
                 scheduled_seqs.append((added.request_id, added.answer, scheduled.start, scheduled.num_new_tokens))
         return StepStats(

@@ -16,15 +16,14 @@ GAIN = 0.8  # more threads must take less than this share of the time
 ROUNDS, ROUND = 5, 2e-3  # of each number of threads; seconds
 
 
-def fastest(outputs: int, inputs: int, dtype: torch.dtype, ranks: int, limit: int, is_small: bool) -> int:
+def fastest(outputs: int, inputs: int, dtype: torch.dtype, ranks: int, limit: int) -> int:
     """Double the number of each rank's threads as long as that makes the product of x [T, inputs] and a weight [outputs, inputs] faster.
 
-    Returns the number of all ranks together, at most `limit` and the cores that this process may use. For a small product it
-    is one each.
+    Returns the number of all ranks together, at most `limit` and the cores that this process may use.
     """
     limit = min(limit, num_cores())
     best, most = 1, limit // ranks
-    if is_small or most < 2:
+    if most < 2:
         return min(limit, ranks)
     x = torch.ones(ROWS, inputs, dtype=dtype)
     weight = torch.ones(max(1, min(outputs, MOST_TIMED // inputs)), inputs, dtype=dtype)

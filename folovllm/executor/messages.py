@@ -16,7 +16,8 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.models.model_config import num_experts_of
 from folovllm.sample.sampling_row import RowField, SamplingUpdate, line_width
 from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
+from folovllm.step.packed import LINES, Field, PackedStep, Parts, Sample, split
+from folovllm.step.schedule import Int32
 
 STOP: Int32 = np.empty(0, np.int32)  # the last message
 HEADER = len(LINES) + 7  # int32 numbers before a step
@@ -28,16 +29,9 @@ def encode_step(step: PackedStep | TokenBitmasks) -> Int32:
     """Encode a packed step (a header, then the same buffer that a device receives), or bitmasks."""
     if isinstance(step, TokenBitmasks):
         return np.concatenate([np.array([MASKS, len(step.rows)], np.int32), step.rows, step.bits.ravel()])
-    sampling_updates, flags = step.sampling_updates, (step.is_special, step.has_memory, step.defers_sampling)
-    header = [
-        step.num_seqs,
-        step.num_decodes,
-        sampling_updates.num_rows,
-        sampling_updates.num_with_line,
-        *flags,
-        *step.columns,
-    ]
-    return step.flatten(header)
+    rows = step.sampling_updates.num_rows, step.sampling_updates.num_with_line
+    flags = step.is_special, step.has_memory, step.defers_sampling
+    return step.flatten([step.num_seqs, step.num_decodes, *rows, *flags, *step.columns])
 
 
 def decode_step(message: Int32) -> PackedStep | TokenBitmasks:

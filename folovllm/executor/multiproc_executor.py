@@ -22,10 +22,11 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import T
 from folovllm.executor.messages import CALL, STOP, decode_result, encode_step, longest_messages, plain
 from folovllm.executor.packed_executor import PackedExecutor
-from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready, spin_seconds
+from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.packed import Int32, PackedStep
+from folovllm.step.packed import PackedStep
+from folovllm.step.schedule import Int32
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
 FAILURE_TIMEOUT = 1.0  # seconds to wait for the rank that failed first, after another one reported lost peers
@@ -41,16 +42,14 @@ class Rank:
 
     process: subprocess.Popen[bytes]
     connection: Connection
-    ready: Ready | None = None
     failure: Failure | None = None
-    answer: Answer | None = None  # to a call
+    answer: Answer | None = None  # to the last call; at first, that the rank is ready
 
     def receive(self) -> None:
         """Store the reports of the rank that have arrived."""
         try:
             while self.connection.poll():
                 report = self.connection.recv()
-                self.ready = report if isinstance(report, Ready) else self.ready
                 self.answer = report if isinstance(report, Answer) else self.answer
                 self.failure = report if isinstance(report, Failure) else self.failure
         except (EOFError, OSError):  # the rank has ended; its exit code says how
@@ -102,9 +101,7 @@ class Ranks:
         try:
             for rank in range(self.size):
                 self._ranks.append(self._start(setup, rank))
-            self.ready: list[Ready] = [
-                wait_for(partial(getattr, rank, "ready"), 0.0, self.check) for rank in self._ranks
-            ]
+            self.ready = self._answers()
             self._is_started = True
         except BaseException:
             self.kill()
@@ -131,6 +128,10 @@ class Ranks:
         for rank in self._ranks:
             rank.answer = None
             rank.connection.send((function, arguments))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        """Wait for the answer of each rank, and return the values. Raises the ValueError of the first rank that has one."""
         answers = [wait_for(partial(self._answer, rank), 0.0, self.check) for rank in self._ranks]
         for answer in answers:
             if answer.error is not None:
@@ -213,8 +214,8 @@ class MultiprocExecutor(PackedExecutor):
         self._end = weakref.finalize(self, self._ranks.stop)
         self._spin = spin_seconds(setup)
         self._num_results = 0  # requested so far
-        ready = self._ranks.ready
-        super().__init__(setup.max_num_seqs, min(rank.num_kv_blocks for rank in ready), ready[0].buckets)
+        num_kv_blocks, buckets = zip(*self._ranks.ready, strict=True)
+        super().__init__(setup.max_num_seqs, min(num_kv_blocks), buckets[0])
 
     @property
     def pids(self) -> list[int]:

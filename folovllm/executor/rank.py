@@ -21,7 +21,7 @@ from folovllm.engine.setup import EngineSetup
 from folovllm.executor.messages import CALL, decode_step, encode_result, longest_messages
 from folovllm.executor.packed_executor import PackedWorker
 from folovllm.executor.ring import Ring, wait_for
-from folovllm.step.packed import Int32
+from folovllm.step.schedule import Int32
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
 # Makes a rank's worker and its runner. It must be a module's function, because it is pickled by its name.
@@ -42,11 +42,15 @@ class Assignment:
 
 
 @dataclass(slots=True, frozen=True)
-class Ready:
-    """A rank's report that its weights are loaded and its cache is allocated."""
+class Answer:
+    """What a function returned that a rank was told to call; or the ValueError that it raised.
 
-    num_kv_blocks: int
-    buckets: list[int]  # widths of the captured decode steps
+    A rank's first answer comes unasked, when its weights are loaded and its cache is allocated: the number of KV blocks, and the
+    widths of its captured decode steps.
+    """
+
+    value: Any
+    error: ValueError | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,7 +88,7 @@ def _run(assignment: Assignment, parent: Connection) -> None:
     store = FileStore(str(assignment.rendezvous), assignment.setup.config.tensor_parallel_size)
     group = ProcessGroup(assignment.rank, assignment.setup.config.tensor_parallel_size, setup.device, store)
     server = RankServer(assignment, setup, group, parent)
-    parent.send(Ready(server.worker.num_kv_blocks, server.runner.buckets))
+    parent.send(Answer((server.worker.num_kv_blocks, server.runner.buckets)))
     server.serve()
     del server  # graphs first, because they use the group
     gc.collect()
@@ -97,14 +101,6 @@ def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
     device = torch.device("cuda", rank) if setup.device.type == "cuda" else setup.device
     config = setup.config if rank == 0 else replace(setup.config, use_tqdm=False)
     return replace(setup, device=device, config=config, attention=replace(setup.attention, device=device))
-
-
-@dataclass(slots=True, frozen=True)
-class Answer:
-    """What a function returned that a rank was told to call; or the ValueError that it raised."""
-
-    value: Any
-    error: ValueError | None = None
 
 
 class RankServer:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from folovllm.step.packed import Int32
+from folovllm.step.schedule import Int32
 
 SLOTS = 4
 T = TypeVar("T")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from folovllm.distributed.group import ProcessGroup
+from folovllm.engine.require import require
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.packed_executor import LocalExecutor
 from folovllm.executor.rank import MakeRank, rank_setup
@@ -24,14 +25,10 @@ class TorchrunExecutor(LocalExecutor):
     def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
         """Wait for the other ranks, and load this rank's part. Raises ValueError if torchrun started another number of ranks."""
         size, started = setup.config.tensor_parallel_size, int(os.environ["WORLD_SIZE"])
-        if size != started:
-            raise ValueError(
-                f"torchrun started {started} ranks: tensor_parallel_size must be {started} too, not {size}"
-            )
-        if dist.is_initialized():
-            raise ValueError(
-                "under torchrun a process has one engine with tensor_parallel_size > 1: close the first one"
-            )
+        says = f"torchrun started {started} ranks: tensor_parallel_size must be {started} too, not {size}"
+        require(size == started, says)
+        says = "under torchrun a process has one engine with tensor_parallel_size > 1: close the first one"
+        require(not dist.is_initialized(), says)
         own = rank_setup(setup, int(os.environ["LOCAL_RANK"]))
         self._group = ProcessGroup(int(os.environ["RANK"]), size, own.device)
         worker, runner = make_rank(own, self._group)

@@ -21,11 +21,10 @@ import triton.language as tl
 
 from folovllm.kernels.decode_plan import ITEM, leave, plan_kernel, take_next
 from folovllm.kernels.fp8_cache import decode_split_fp8
-from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import prepare_token
+from folovllm.kernels.qk_norm_rope import Preparation, prepare_token
+from folovllm.kernels.variants import num_sms
 from folovllm.kernels.window import first_seen, window_loop
 from folovllm.step.kv_format import UNSCALED, KVScales
 

@@ -56,9 +56,8 @@ def dry_run(device: torch.device, num_processes: int = 1, show_progress: bool = 
             with compiled_in(pool) as requests, Zeros():
                 yield
             done, total = as_completed(requests), len(requests)
-            for future in tqdm(
-                done, "Compiling kernels", total, unit="kernel", disable=None if show_progress else True, delay=1
-            ):
+            hidden = None if show_progress else True
+            for future in tqdm(done, "Compiling kernels", total, unit="kernel", disable=hidden, delay=1):
                 future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -19,8 +19,7 @@ from folovllm.kernels.decode import SplitKVDecode, store_partial
 from folovllm.kernels.decode_plan import ITEM
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, normalize, online_softmax_tile
 from folovllm.kernels.pdl import available, launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import norm_rope
+from folovllm.kernels.qk_norm_rope import Preparation, norm_rope
 
 MAX_SEQS = 4  # more were not measured
 MAX_HEAD_DIM, MAX_GROUP = 128, 8  # a tile and the queries of a KV head must fit into registers

@@ -6,14 +6,27 @@ kernels would read and write Q and K three times. This one reads each once, and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from folovllm.kernels.fp8_cache import less_offset, to_cache
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.rms_norm import inverse_rms
+from folovllm.step.kv_format import UNSCALED, KVScales
+
+
+@dataclass(slots=True, frozen=True)
+class Preparation:
+    """The steps between the projection of queries and keys and attention: QK-norm, RoPE, and the scales of the cache."""
+
+    cos_sin_cache: torch.Tensor  # [max_position, D] float32 (`RotaryEmbedding`)
+    q_weight: torch.Tensor | None = None  # [D]; with `k_weight` the weights of the QK-norm, if there is one
+    k_weight: torch.Tensor | None = None
+    eps: float = 0.0
+    scales: KVScales = UNSCALED  # of the KV cache
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from folovllm.distributed.group import ProcessGroup
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.fusable import RankSum, fusable
-from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.layer_set import LayerSet, Replacements
 from folovllm.layers.linear import RowParallelLinear
 
 
@@ -79,11 +79,10 @@ class ShardedSum(RankSum):
 
 def sharded(layers: LayerSet, group: ProcessGroup, vocab_size: int) -> LayerSet:
     """Return `layers` for one rank's part of a model. `vocab_size` is the whole model's."""
-    return layers.having(
-        {
-            RankSum: partial(ShardedSum, group=group),
-            RowParallelLinear: partial(ShardedRowLinear, group=group),
-            VocabParallelEmbedding: partial(ShardedEmbedding, group=group),
-            ParallelLMHead: partial(ShardedHead, group=group, num_ids=vocab_size),
-        }
-    )
+    places: Replacements = {
+        RankSum: partial(ShardedSum, group=group),
+        RowParallelLinear: partial(ShardedRowLinear, group=group),
+        VocabParallelEmbedding: partial(ShardedEmbedding, group=group),
+        ParallelLMHead: partial(ShardedHead, group=group, num_ids=vocab_size),
+    }
+    return layers.having(places)

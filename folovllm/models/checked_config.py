@@ -1,4 +1,7 @@
-"""Refuses a stranger's `config.json` (`fields`) that lacks what every decoder of text has, or would make something too large."""
+"""Refuses a stranger's `config.json` (`fields`) that lacks what every decoder of text has, or would make something too large.
+
+Of a model that has no class here, it says who runs it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from folovllm.models.model_config import num_kv_heads_of
 from folovllm.plugins import MODELS
@@ -48,3 +52,10 @@ def text_part(hf_config: Any) -> Any:
     shared = {"architectures": names, "quantization_config": getattr(hf_config, "quantization_config", None)}
     text.update({name: value for name, value in shared.items() if value is not None})
     return text
+
+
+def who_runs_it(hf_config: Any) -> str:
+    """Return the end of a sentence: it says so if `transformers`, and so M1, has this model."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(hf_config, "model_type", ""))
+    known = name in (getattr(hf_config, "architectures", None) or [])
+    return '; milestone="m1" runs it, through transformers' if known else ""

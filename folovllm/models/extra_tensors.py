@@ -1,4 +1,4 @@
-"""What a checkpoint may hold beside plain, whole weights: parts for a rank, codes, and tensors without a place in the model."""
+"""What a checkpoint may hold beside plain, whole weights, and how a GPU gets them: parts for a rank, codes, tensors without a place in the model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from folovllm.layers.linear import PLAIN, LinearMethod, Plain
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.plugins import EXTRA_TENSORS, is_installed, named
 
+PIECE = 32 << 20  # bytes that are pinned at a time
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
 LinearMethods = Mapping[str, LinearMethod]  # by the name of a module
@@ -46,6 +47,17 @@ def repacked(name: str, tensor: torch.Tensor, linear_method: LinearMethod, view:
     Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
     """
     return fusable(linear_method).repack(name.rpartition(".")[2], tensor.to(view.device), view.shape)
+
+
+def copy_in_pieces(view: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor of one dimension or more from the host to a GPU, piece by piece through pinned memory.
+
+    While the GPU fetches a piece, all of the host's threads read the next one from its file. Copied whole, one thread of the
+    driver would do both.
+    """
+    rows = max(1, PIECE * len(tensor) // max(1, tensor.nbytes))
+    for part, piece in zip(view.split(rows), tensor.split(rows), strict=True):
+        part.copy_(piece.to(part.dtype).pin_memory(), non_blocking=True)
 
 
 def load_extra(

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
-from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.kernels.qk_norm_rope import Preparation, qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.kernels.skinny_linear import is_supported, skinny_linear
 from folovllm.kernels.summed_linear import can_handle, summed_linear

@@ -146,7 +146,7 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Destination])
         tensor = repacked(name, tensor, place.linear_method, place.view)
     place = pop_destination(name, tensor.shape, places)
     if place.view.is_cuda and not tensor.is_cuda and tensor.dim():
-        from folovllm.models.pinned import copy_in_pieces
+        from folovllm.models.extra_tensors import copy_in_pieces
 
         copy_in_pieces(place.view, tensor)
     else:

@@ -26,17 +26,16 @@ def init_random_weights(
     shapes matter), and `shard` cuts each tensor.
     """
     shard = shard or model.reorder
-    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
-    some = model.lm_head.weight
+    device = model.lm_head.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
     for name, full in (places if whole is None else whole).items():
         kind, method = name.rpartition(".")[2], fusable(full.linear_method)
-        tensor = torch.empty(full.view.shape, dtype=full.view.dtype, device=some.device)
+        tensor = torch.empty(full.view.shape, dtype=full.view.dtype, device=device)
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
             method.fill(kind, tensor, generator)
         if name in places:  # else another rank's
-            places[name].view.copy_(
-                tensor if shard is None else method.shard_filled(kind, tensor, partial(shard, name))
-            )
+            own = tensor if shard is None else method.shard_filled(kind, tensor, partial(shard, name))
+            places[name].view.copy_(own)
     model.weights_loaded()

@@ -84,7 +84,7 @@ def build_model(
         with torch.device(device), default_dtype(dtype):
             return model_class(hf_config, layers, max_model_len).requires_grad_(False).eval()
     except UnsupportedModel as error:
-        from folovllm.models.unsupported import who_runs_it
+        from folovllm.models.checked_config import who_runs_it
 
         raise UnsupportedModel(f"{error}{who_runs_it(hf_config)}") from error
 

@@ -15,14 +15,11 @@ BY_NAME = ("stories-5m", "stories-moe", "stories-hybrid", *DOWNLOADS)  # the hub
 def fetch(name: str) -> Path:
     """Download or convert a model, and return its folder. Raises ValueError if it is nowhere."""
     path = Path(os.path.expanduser(name))
-    found: Path
     if name in DOWNLOADS:
-        found = load_elective(DOWNLOADS[name], f"the model {name}")(name)
-    elif path.suffix in FILE_FORMATS and os.path.isfile(path):
-        found = load_elective(FILE_FORMATS[path.suffix], f"the model {path}")(path)
-    else:
-        found = from_hub(name)
-    return found
+        return Path(load_elective(DOWNLOADS[name], f"the model {name}")(name))
+    if path.suffix in FILE_FORMATS and os.path.isfile(path):
+        return Path(load_elective(FILE_FORMATS[path.suffix], f"the model {path}")(path))
+    return from_hub(name)
 
 
 def from_hub(name: str) -> Path:

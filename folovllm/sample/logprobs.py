@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +15,7 @@ from folovllm.step.scores import Scores, tokens_to_score
 SCORED_AT_ONCE = 1 << 22  # logits; with their temporaries about 100 MB
 
 
-@dataclass(slots=True)
-class SampledLogprobs:
+class SampledLogprobs(NamedTuple):
     """The sampled token of each of n sequences, then its K most likely tokens."""
 
     ids: torch.Tensor  # [n, 1 + K] int64
@@ -25,8 +24,7 @@ class SampledLogprobs:
 
     def to_host(self, non_blocking: bool = False) -> SampledLogprobs:
         """Return a copy in host memory. With `non_blocking` the copy is only queued: wait for an event before you read it."""
-        parts = (part.to("cpu", non_blocking=non_blocking) for part in (self.ids, self.values, self.ranks))
-        return SampledLogprobs(*parts)
+        return SampledLogprobs(*(part.to("cpu", non_blocking=non_blocking) for part in self))
 
     def of(self, i: int, k: int) -> Logprobs:
         """Return sequence i's sampled token and its `k` most likely ones, in the format of the request's output."""
@@ -77,14 +75,9 @@ def score(
         after: [n] int64, the index in the step of the token before each of `tokens` [n] int64.
     """
     size = num_scored_at_once(vocab_size)
-    parts = [
-        gather_logprobs(logits_after(at), own, k) for at, own in zip(after.split(size), tokens.split(size), strict=True)
-    ]
-    return SampledLogprobs(
-        torch.cat([part.ids for part in parts]),
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.ranks for part in parts]),
-    )
+    pieces = zip(after.split(size), tokens.split(size), strict=True)
+    parts = [gather_logprobs(logits_after(at), own, k) for at, own in pieces]
+    return SampledLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def score_prompts(

@@ -13,9 +13,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.schedule import SamplingSpec, TokenIds
-
-Int32 = npt.NDArray[np.int32]
+from folovllm.step.schedule import Int32, SamplingSpec, TokenIds
 
 
 class RowField(IntEnum):
@@ -99,15 +97,11 @@ def pack_rows(specs: Mapping[int, SamplingSpec]) -> SamplingUpdate:
     return SamplingUpdate(np.concatenate(parts).astype(np.int32), len(ordered), len(lines))
 
 
-def has_filters(spec: SamplingSpec) -> bool:
-    """Return whether top-k, top-p or min-p applies."""
-    return not spec.greedy and (spec.top_k > 0 or spec.top_p < 1 or spec.min_p > 0)
-
-
 def flags_of(spec: SamplingSpec) -> int:
     """Return the FLAGS of a row."""
+    has_filters = not spec.greedy and (spec.top_k > 0 or spec.top_p < 1 or spec.min_p > 0)
     return (
-        FILTERS * has_filters(spec)
+        FILTERS * has_filters
         + MASK * spec.has_grammar
         + WORDS * spec.has_words
         + ONLY_ALLOWED * (spec.allowed is not None)
@@ -141,10 +135,8 @@ def row_line(spec: SamplingSpec) -> Int32:
     }
     tokens_of = {bit: np.asarray(tokens, np.int64) for bit, tokens in marked.items()}
     sampled, counts = np.unique(seen[spec.num_prompt_tokens :].astype(np.int64), return_counts=True)
-    biased, bias = (
-        np.array([token for token, _ in spec.bias], np.int64),
-        np.array([b for _, b in spec.bias], np.float16),
-    )
+    biased = np.array([token for token, _ in spec.bias], np.int64)
+    bias = np.array([number for _, number in spec.bias], np.float16)
     words = np.zeros(1 + max(int(ids.max(initial=-1)) for ids in (sampled, biased, *tokens_of.values())), np.int32)
     words[sampled] = np.minimum(counts, COUNT)
     for bit, tokens in tokens_of.items():

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Int32 = npt.NDArray[np.int32]
+from folovllm.step.schedule import Int32
+
 MASKS = "masks"  # the owner of token bitmasks, where they are known before the step starts: index, then the bits
 
 

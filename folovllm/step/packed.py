@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from folovllm.sample.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
-from folovllm.sample.sampling_row import Int32 as Int32  # for those who import it from here
-from folovllm.step.schedule import Extras, SamplingSpec, ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import Extras, Int32, SamplingSpec, ScheduledSequence, SchedulerOutput
 from folovllm.step.scores import tokens_to_score
 
 if TYPE_CHECKING:
@@ -150,10 +149,7 @@ class PackedStep:
 
     def flatten(self, header: Sequence[int] = ()) -> Int32:
         """Return all parts end to end, as the device receives them. Messages to other processes begin with a `header`."""
-        parts = [np.array(header, np.int32), self.fields.ravel(), self.tokens, self.updates.ravel()]
-        if not self.is_decode:
-            parts[3:] = [self.samples.ravel(), self.updates.ravel(), self.sampling_updates.buffer, self.scores.ravel()]
-        return np.concatenate([*parts, self.logprobs.ravel(), self.extras])
+        return np.concatenate([np.array(header, np.int32), *(part.ravel() for part in self.parts)])
 
 
 class StepPacker:
@@ -218,22 +214,16 @@ class StepPacker:
 
     def _pack_mixed(self, scheduled_seqs: Sequence[ScheduledSequence]) -> PackedStep:
         """Pack any step: fields, tokens, samples, new entries of block tables, and the sampling state of new rows."""
-        sampling_updates = self._new_specs(
-            {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
-        )
-        fields = fields_of(scheduled_seqs)
-        fields[Field.TEMPERATURE : Field.SEED_HIGH + 1] = self._row_fields(
-            [scheduled.row for scheduled in scheduled_seqs]
-        )
+        n, fields = len(scheduled_seqs), fields_of(scheduled_seqs)
+        new = {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
+        sampling_updates = self._new_specs(new)
+        fields[Field.TEMPERATURE : Field.SEED_HIGH + 1] = self._row_fields(fields[Field.ROW].tolist())
         tokens = np.concatenate(
             [scheduled.token_ids if len(scheduled.token_ids) else IN_FLIGHT_TOKENS for scheduled in scheduled_seqs]
         )
-        num_decodes = next(
-            (i for i, scheduled in enumerate(scheduled_seqs) if scheduled.num_new_tokens > 1), len(scheduled_seqs)
-        )
+        num_decodes = next((i for i, length in enumerate(fields[Field.QUERY_LEN]) if length > 1), n)
         wanted = np.array(tokens_to_score(scheduled_seqs), np.int32).reshape(-1, 4).T
         samples, updates = samples_of(fields, tokens), block_updates(scheduled_seqs)
-        n = len(scheduled_seqs)
         return PackedStep(fields, n, num_decodes, tokens, updates, samples, sampling_updates, wanted)
 
     def _asked_logprobs(self, step: PackedStep) -> Int32:

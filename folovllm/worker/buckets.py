@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from folovllm.engine.setup import EngineSetup
-from folovllm.step.packed import LINES, NO_SAMPLES, Field, Int32, PackedStep, Parts, Sample, StepPacker, split
+from folovllm.step.packed import LINES, Field, PackedStep, Parts, Sample, StepPacker, split
+from folovllm.step.schedule import Int32
 
 TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072)  # larger steps are bound by the GPU
 DECODES = (0, 16, 64)  # and `max_num_seqs`
@@ -112,7 +113,5 @@ def padding_of(bucket: Bucket, padding_row: int) -> Int32:
     """Return the buffer of a step that consists of padding alone."""
     if bucket.is_decode:
         return StepPacker(padding_row, []).pack_decode([], bucket.num_decodes).fields.ravel()
-    nobody = PackedStep(
-        np.empty((len(Field), 0), np.int32), 0, 0, np.empty(0, np.int32), np.empty((3, 0), np.int32), NO_SAMPLES
-    )
+    nobody = PackedStep(np.empty((len(Field), 0), np.int32), 0, 0, np.empty(0, np.int32), np.empty((3, 0), np.int32))
     return pad(nobody, bucket, padding_row)

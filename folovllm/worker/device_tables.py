@@ -7,7 +7,8 @@ import torch
 from folovllm.engine.setup import EngineSetup
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step.forward_batch import ForwardBatch
-from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, Int32, Parts, Sample
+from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, Parts, Sample
+from folovllm.step.schedule import Int32
 from folovllm.worker.kv_memory import free_memory
 
 
@@ -16,14 +17,10 @@ def require_memory_of_rows(setup: EngineSetup, num_samples: int) -> None:
 
     They are made on no device and counted. Where far more than they can take is free, nothing is counted.
     """
-    rows, vocab_size, nowhere, free = (
-        setup.max_num_seqs,
-        setup.vocab_size,
-        torch.device("meta"),
-        free_memory(setup.device),
-    )
+    rows, vocab_size, free = setup.max_num_seqs, setup.vocab_size, free_memory(setup.device)
     if 64 * max(rows, num_samples) * (vocab_size + setup.max_model_len + 4096) < free:
         return
+    nowhere = torch.device("meta")
     kernels, blocks = setup.device.type == "cuda", -(-setup.max_model_len // setup.block_size)
     num_bytes = SamplerState(rows, vocab_size, nowhere, max_samples=num_samples, use_kernels=kernels).num_bytes
     num_bytes += DeviceTables(rows, blocks, setup.block_size, nowhere).block_tables.nbytes

@@ -1,31 +1,13 @@
-"""A dry run of the start over a few layers. It compiles all kernels in parallel, before the first one is launched."""
+"""The few layers over which a dry run of the start compiles all kernels, before the first one is launched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
-from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaModel
-
-
-def compile_at_once(setup: EngineSetup, model: LlamaModel, work: Callable[[], None]) -> None:
-    """Compile the kernels that `work` launches on a GPU. `work` must not depend on their results.
-
-    A kernel that the dry run misses is compiled at its first launch, for example if layers of one kind differ after all.
-    """
-    from folovllm.kernels.dry_run import dry_run  # here, for not every machine has Triton
-
-    config = setup.config
-    with (
-        one_layer_of_each_kind(model),
-        torch.inference_mode(),
-        dry_run(setup.device, config.tensor_parallel_size, config.use_tqdm),
-    ):
-        work()
 
 
 @contextmanager

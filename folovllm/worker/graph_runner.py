@@ -21,7 +21,7 @@ from folovllm.step.packed import Field, PackedStep, Parts, Sample, StepPacker, s
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
-from folovllm.worker.dry_run import compile_at_once
+from folovllm.worker.dry_run import one_layer_of_each_kind
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, Verifier, result_of
 from folovllm.worker.step_graph import GraphPool, GraphStore, HostRing, StepGraph
@@ -78,7 +78,7 @@ class GraphRunner:
         """
         rows, device = setup.max_num_seqs, setup.device
         self._setup = setup
-        self._runner = runner
+        self.inner = runner  # runs a step that is not captured, and owns the model and the cache
         self._step_sampler = step_sampler
         self._row_sampler = row_sampler
         self._verifier = verifier
@@ -101,16 +101,11 @@ class GraphRunner:
     @property
     def model(self) -> LlamaForCausalLM:
         """The model, once it is loaded."""
-        return self._runner.model
-
-    @property
-    def inner(self) -> ModelRunner:
-        """What runs a step that is not captured. It owns the model and the cache."""
-        return self._runner
+        return self.inner.model
 
     def load_model(self) -> None:
         """Build the model and load its weights. `initialize_kv_cache` allocates the buffers and captures steps."""
-        self._runner.load_model()
+        self.inner.load_model()
 
     def forget_graphs(self) -> None:
         """Drop all captured steps, as before memory that they read is freed. `capture_again` makes them anew."""
@@ -134,23 +129,23 @@ class GraphRunner:
         if self._has_dry_run:
             self.compile_at_once(captures)
         largest = max((bucket.num_tokens for bucket in buckets if not bucket.has_drafts), default=0)
-        num_blocks = self._runner.fit_kv_cache(largest / setup.max_num_batched_tokens)
+        num_blocks = self.inner.fit_kv_cache(largest / setup.max_num_batched_tokens)
         if setup.device.type == "cuda" and not self._has_dry_run:  # else the dry run has run these steps
             self.compile_kernels()
         if captures:
             self.capture_cudagraph()
-        self._runner.clear_counters()
+        self.inner.clear_counters()
         return num_blocks
 
     def _wanted(self) -> list[Bucket]:
         """Return the buckets to capture beside those of decodes."""
         more = [] if self._verifier is None else self._verifier.buckets()
-        supported = self._runner.backend.supports_prompt_graph and not self._setup.config.compile
+        supported = self.inner.backend.supports_prompt_graph and not self._setup.config.compile
         return buckets_for(self._setup, more) if supported else []
 
     def _supports_graph(self) -> bool:
         """Return whether the attention backend can be part of a captured step."""
-        supported = self._runner.backend.supports_graph(self._setup.device)
+        supported = self.inner.backend.supports_graph(self._setup.device)
         if not supported:
             logger.warning("attention backend %s cannot be captured: decode runs eagerly", self._setup.backend)
         return supported
@@ -164,8 +159,16 @@ class GraphRunner:
         self._last_hidden = torch.zeros(most, width, dtype=setup.dtype, device=setup.device)
 
     def compile_at_once(self, captures: bool) -> None:
-        """Compile all kernels of the start in parallel."""
-        compile_at_once(self._setup, self.model.model, lambda: self._dry_run(captures))
+        """Compile all kernels of the start in parallel.
+
+        A kernel that the dry run misses is compiled at its first launch, for example if layers of one kind differ after all.
+        """
+        from folovllm.kernels.dry_run import dry_run  # here, for not every machine has Triton
+
+        config = self._setup.config
+        compiles = dry_run(self._setup.device, config.tensor_parallel_size, config.use_tqdm)
+        with one_layer_of_each_kind(self.model.model), torch.inference_mode(), compiles:
+            self._dry_run(captures)
 
     def _dry_run(self, captures: bool) -> None:
         """Run the work of the start once over a small cache: the largest step, small steps, and the work that is captured.
@@ -174,13 +177,13 @@ class GraphRunner:
         """
         setup = self._setup
         if setup.config.extras.get("calculate_kv_scales"):
-            load_elective(CALIBRATION, "calculate_kv_scales")(self._runner)
-        self._runner.warmup_model()
-        self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
+            load_elective(CALIBRATION, "calculate_kv_scales")(self.inner)
+        self.inner.warmup_model()
+        self.inner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
         self.compile_kernels()
         if captures:
             self._dry_run_graphs()
-        self._runner.allocate_kv_cache(0)
+        self.inner.allocate_kv_cache(0)
 
     def _dry_run_graphs(self) -> None:
         """Run the work that will be captured."""
@@ -213,9 +216,8 @@ class GraphRunner:
         if self._setup.device.type == "cuda":
             kinds = self._others[False], [*self._decodes.values()], self._others[True]
             every = [bucket for kind in kinds for bucket in kind[::-1]]
-            for bucket in tqdm(
-                every, desc="Capturing graphs", disable=None if self._setup.config.use_tqdm else True, delay=1
-            ):
+            hidden = None if self._setup.config.use_tqdm else True
+            for bucket in tqdm(every, desc="Capturing graphs", disable=hidden, delay=1):
                 self._capture(bucket)
 
     def _capture(self, bucket: Bucket) -> None:
@@ -254,12 +256,12 @@ class GraphRunner:
             computed, self._late = self._late, None
             self._sample(computed, step)
             return self._sent(computed)
-        if not step.extras.size or self._runner.states is None:
+        if not step.extras.size or self.inner.states is None:
             return self._begin(step)
         extras, rows = unpack_extras(step.extras), step.fields[Field.ROW]
-        self._runner.states.load(extras, rows)
+        self.inner.states.load(extras, rows)
         pending = self._begin(step)
-        self._runner.states.save(extras, rows)
+        self.inner.states.save(extras, rows)
         return pending
 
     def _begin(self, step: PackedStep) -> PendingStep | None:
@@ -321,7 +323,7 @@ class GraphRunner:
         parts, longest = split(numbers, bucket.columns), self._setup.max_model_len
         if bucket.is_decode:
             batch = self._tables.unpack_decode(parts.fields, longest)
-            self._runner.forward(batch, out=self._logits[: bucket.num_decodes])
+            self.inner.forward(batch, out=self._logits[: bucket.num_decodes])
             return
         if bucket.has_drafts:
             self._tables.enter_blocks(parts.updates)
@@ -329,7 +331,7 @@ class GraphRunner:
         batch = self._tables.unpack(parts, bucket.num_decodes, bucket.num_tokens, longest, None)
         batch.is_padded, batch.has_drafts = True, bucket.has_drafts
         last = self._last_hidden[: bucket.num_samples]
-        torch.index_select(self._runner.forward_hidden(batch), 0, batch.logits_indices, out=last)
+        torch.index_select(self.inner.forward_hidden(batch), 0, batch.logits_indices, out=last)
         if bucket.has_drafts:
             self.model.lm_head(last, self._logits[: bucket.num_samples])
 
@@ -353,10 +355,8 @@ class GraphRunner:
         padded = flat[:0] if bucket is None else pad(step, bucket, self._setup.max_num_seqs)
         buffer, more = self._steps_in.to_device(np.concatenate([flat, padded])).tensor_split([len(flat)])
         parts = split(buffer, step.columns)
-        if step.sampling_updates.num_rows:
-            self._row_sampler.set_rows(
-                parts.sampling_updates, step.sampling_updates.num_rows, step.sampling_updates.num_with_line
-            )
+        if (new := step.sampling_updates).num_rows:
+            self._row_sampler.set_rows(parts.sampling_updates, new.num_rows, new.num_with_line)
         if step.updates.size:
             self._tables.enter_blocks(parts.updates)
         if step.has_drafts:
@@ -379,12 +379,12 @@ class GraphRunner:
         batch = self._tables.unpack(parts, step.num_decodes, longest, most, host)
         batch.logits_indices = batch.logits_indices.long()
         batch.only_last = not (step.scores.size or step.has_drafts)
-        hidden = self._runner.forward_hidden(batch)
+        hidden = self.inner.forward_hidden(batch)
         logits = self.model.compute_logits(hidden, batch)
         if not step.scores.size:
             return logits, None
         after, tokens = parts.scores[1:3].long()
-        logits_after, k = partial(self._runner.logits_after, hidden, batch), int(step.scores[3].max())
+        logits_after, k = partial(self.inner.logits_after, hidden, batch), int(step.scores[3].max())
         found = score(logits_after, after, tokens, k, self._setup.vocab_size)
         return logits, found.to_host(non_blocking=True)
 
@@ -461,6 +461,5 @@ class GraphRunner:
         """Queue the copy of log-probabilities to the host, for the samples whose requests want them."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
-        return gather_logprobs(self._step_sampler.full_logits(logits[at]), self._tokens[at], int(count.max())).to_host(
-            non_blocking=True
-        )
+        found = gather_logprobs(self._step_sampler.full_logits(logits[at]), self._tokens[at], int(count.max()))
+        return found.to_host(non_blocking=True)

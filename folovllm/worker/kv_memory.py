@@ -38,11 +38,9 @@ def num_blocks_that_fit(
     bytes_per_block = setup.block_size * (setup.kv_bytes_per_token + more_bytes)
     num_blocks = setup.config.num_kv_blocks
     if num_blocks is None:
-        memory = (
-            _free_gpu_memory(setup, profile, captured)
-            if setup.device.type == "cuda"
-            else setup.config.kv_cache_memory - state_bytes
-        )
+        memory = setup.config.kv_cache_memory - state_bytes
+        if setup.device.type == "cuda":
+            memory = _free_gpu_memory(setup, profile, captured)
         of_use = setup.max_num_seqs * blocks_per_seq
         if setup.config.enable_prefix_caching:
             of_use = max(of_use, MOST_CACHED)
@@ -56,9 +54,8 @@ def num_blocks_that_fit(
             f"{lower}raise kv_cache_memory (CPU), gpu_memory_utilization (GPU) or "
             f"num_kv_blocks (at least {blocks_per_seq}; a block of {setup.block_size} tokens takes {bytes_per_block:,} bytes)"
         )
-    logger.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, setup.block_size, num_blocks * bytes_per_block / 2**30
-    )
+    gib = num_blocks * bytes_per_block / 2**30
+    logger.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, setup.block_size, gib)
     return num_blocks
 
 

@@ -17,8 +17,7 @@ NOWHERE = 2**31 - 1
 class LocalSampler:
     """The sampler of a device that has the whole vocabulary. Device work only, as in `TensorParallelSampler`."""
 
-    def __init__(self, vocab_size: int, sampler: Sampler, use_kernel: bool) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, sampler: Sampler, use_kernel: bool) -> None:
         self._sampler = sampler
         self._use_kernel = use_kernel
 

@@ -14,8 +14,7 @@ from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.prefill import PrefillConfig, prefill
 from folovllm.kernels.prefill_tiles import list_tiles
-from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.kernels.qk_norm_rope import Preparation, qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.kernels.store import store_kvcache
 from tests.m4.cases import Paged, starts

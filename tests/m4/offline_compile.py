@@ -49,7 +49,7 @@ from folovllm.electives.rollouts.kernels.linear import invariant_linear
 from folovllm.electives.spec_decode.heads import KeptStates
 from folovllm.electives.spec_decode.kernels.pairs import pair_up, start_chain
 from folovllm.electives.spec_decode.kernels.verify_attention import SplitKVVerify
-from folovllm.kernels import multiprocessors, pdl, variants
+from folovllm.kernels import pdl, variants
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.filter_logits import FilterWorkspace
@@ -58,8 +58,7 @@ from folovllm.kernels.penalties import StepRows
 from folovllm.kernels.prefetching_decode import prefetching_decode
 from folovllm.kernels.prefill import prefill
 from folovllm.kernels.prefill_tiles import list_tiles
-from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.kernels.qk_norm_rope import Preparation, qk_norm_rope_store
 from folovllm.kernels.record_sampled import record_sampled
 from folovllm.kernels.rms_norm import add_rms_norm
 from folovllm.kernels.sample_tokens import sample_tokens
@@ -105,7 +104,7 @@ def pretend_card(capability: int) -> None:
     """From now on all is compiled for this one, in the dtype that is usual there: bf16 where it has that."""
     card.capability, card.dtype = capability, torch.bfloat16 if capability >= 80 else torch.float16
     for known in (
-        pdl.available, multiprocessors.num_sms, multiprocessors.capability_of, variants.kernel_variant,
+        pdl.available, variants.num_sms, variants.capability_of, variants.kernel_variant,
         quantized.has_fp8,
     ):  # fmt: skip
         known.cache_clear()

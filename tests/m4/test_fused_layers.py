@@ -5,8 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
-from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.kernels.qk_norm_rope import Preparation, qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layer_set import LayerSet

@@ -83,9 +83,9 @@ def measure(overrides: dict) -> dict:
 
 def start(runner: GraphRunner, captures: bool) -> dict[str, None]:
     """What follows the loading of the weights; returns what its dry run met."""
-    inner, num_blocks = runner._runner, runner._runner.kv_cache.shape[2]
+    inner, num_blocks = runner.inner, runner.inner.kv_cache.shape[2]
     runner._step_sampler._use_kernel = True
-    runner._row_sampler._work = FilterWorkspace.allocate(21, runner._step_sampler.vocab_size, torch.device("cpu"))
+    runner._row_sampler._work = FilterWorkspace.allocate(21, runner._setup.vocab_size, torch.device("cpu"))
     others, runner._others = runner._others, {False: [], True: []}  # kernels are compiled before any is captured
     forget_kv_scales(inner)
     runner.compile_at_once(captures)

@@ -140,7 +140,7 @@ def unpacked(tables: DeviceTables, parts: Parts[torch.Tensor], num_decodes: int)
 def test_answers_are_those_of_m1(pool: dict[str, Any], captured: list[Bucket]) -> None:
     """Over chunks, preemptions, prefix hits and aborts, for every way to draw, in a cache that is poison wherever no step has written."""
     served = engine(**pool)
-    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)
+    served.executor._worker.runner.inner.kv_cache.fill_(torch.nan)
     for kind, arrival in (("seeded", "at_once"), ("greedy", "random_steps")):
         load = workload(kind, COUNT)
         load.check(serve(served, load.requests, arrival))
@@ -187,7 +187,7 @@ def test_what_is_not_captured(captured: list[Bucket], monkeypatch: pytest.Monkey
 def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
     load, used = workload("seeded"), list[Bucket]()
     served = engine(device="cuda", dtype="float32", attention_backend="triton", **pool)
-    served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)
+    served.executor._worker.runner.inner.kv_cache.fill_(torch.nan)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, used)
         load.check(serve(served, load.requests, arrival), tol=0.05)

@@ -9,8 +9,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels import prefetching_decode as early
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
-from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.kernels.qk_norm_rope import Preparation, qk_norm_rope_store
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.m4.cases import DEVICE, Paged
 

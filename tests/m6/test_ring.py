@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.executor.ring import SLOTS, Ring
-from folovllm.step.packed import Int32
+from folovllm.step.schedule import Int32
 from tests.tiny import worked_case
 
 FENCE = "_order()"

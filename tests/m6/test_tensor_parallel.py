@@ -22,7 +22,7 @@ from folovllm.distributed.children import import_path
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
 from folovllm.executor.multiproc_executor import Rank
-from folovllm.executor.rank import Failure, Ready
+from folovllm.executor.rank import Answer, Failure
 from folovllm.sample.sampling_row import pack_rows
 from folovllm.step.packed import Field, PackedStep, Sample
 from folovllm.step.schedule import SamplingSpec, StepResult
@@ -110,12 +110,12 @@ def test_readiness_is_remembered_until_it_is_asked_for() -> None:
     ours, theirs = Pipe()
     rank = Rank(cast(Any, SimpleNamespace(poll=lambda: None)), ours)
     rank.receive()
-    assert rank.ready is None
-    ready = Ready(7, [1, 2])
+    assert rank.answer is None
+    ready = Answer((7, [1, 2]))
     theirs.send(ready)
     for _ in range(2):
         rank.receive()
-        assert rank.ready == ready and not rank.is_dead
+        assert rank.answer == ready and not rank.is_dead
     theirs.send(Failure("OSError: gone", "", False, False))
     rank.receive()
     assert rank.is_dead

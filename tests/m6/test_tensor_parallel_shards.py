@@ -96,7 +96,7 @@ def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None
     @torch.inference_mode()
     def work(group: ThreadGroup) -> torch.Tensor:
         _, graphs = make_packed_worker(setup, group)
-        runner = graphs._runner
+        runner = graphs.inner
         runner.load_model()
         angles = runner.model.model.layers[0].self_attn.rope.cos_sin_cache
         assert len(angles) == setup.max_model_len, "positions that no request has"

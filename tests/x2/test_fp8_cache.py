@@ -126,8 +126,7 @@ def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, di
     """Rotating and storing in one pass, and a decode that takes in the raw projection: the bytes that torch's way stores."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
     from folovllm.kernels.decode import SplitKVDecode
-    from folovllm.kernels.preparation import Preparation
-    from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+    from folovllm.kernels.qk_norm_rope import Preparation, qk_norm_rope_store
     from folovllm.layers.rotary_embedding import RotaryEmbedding
 
     torch.manual_seed(0)

@@ -119,8 +119,7 @@ def test_whole_sequences_without_a_cache() -> None:
 def test_queries_of_gemma_are_rounded_once() -> None:
     """Weights in float32 meet numbers that are not rounded yet: else the norm would lose half a bit."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.kernels.preparation import Preparation
-    from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+    from folovllm.kernels.qk_norm_rope import Preparation, qk_norm_rope_store
 
     weight = (1 + 0.3 * torch.randn(64)).to(contract.DEVICE)
     x = torch.randn(32, 2, 64).to(contract.DEVICE, torch.float16)

@@ -16,8 +16,7 @@ from folovllm.electives.rollouts.kernel_layers import InvariantTritonBackend
 from folovllm.electives.rollouts.kernels.linear import invariant_linear
 from folovllm.electives.rollouts.trainer import Policy
 from folovllm.kernels.activation import silu_and_mul
-from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.kernels.qk_norm_rope import Preparation, qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm
 from tests.helpers import tiny_checkpoint
 from tests.m4.cases import DEVICE, Paged, assert_close, starts

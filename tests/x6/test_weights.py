@@ -100,7 +100,7 @@ def test_weights_come_out_as_they_went_in(checkpoints: tuple[Path, Path]) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_file_comes_in_pieces(checkpoints: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few rows, through pinned memory that is used again and again."""
-    monkeypatch.setattr("folovllm.models.pinned.PIECE", 1000)
+    monkeypatch.setattr("folovllm.models.extra_tensors.PIECE", 1000)
     first, other = checkpoints
     with engine(first, milestone="m3", device="cuda", dtype=dtype) as llm:
         for path in (other, first, other):

@@ -13,7 +13,7 @@ from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.kv_format import FP8, UNSCALED, KVScales
 
 if TYPE_CHECKING:
-    from folovllm.kernels.preparation import Preparation
+    from folovllm.kernels.qk_norm_rope import Preparation
 
 
 class BackendUnavailable(ValueError):

@@ -32,16 +32,14 @@ class FlashAttentionBackend(AttentionBackend):
         is_cuda, dim, size = config.device.type == "cuda", config.head_dim, config.block_size
         is_old = is_cuda and torch.cuda.get_device_capability(config.device) < (8, 0)
         is_half = config.dtype in (torch.float16, torch.bfloat16)
+        is_odd = size is not None and not cls.supports_block_size(size)
         rules = (
             (not is_cuda, 'needs a CUDA GPU: choose "torch_paged"'),
             (is_old, 'needs compute capability 8.0 (Ampere) or later: choose "triton"'),
             (find_spec("flash_attn") is None, 'needs a package: pip install flash-attn, or choose "triton"'),
             (not is_half, f"needs float16 or bfloat16, not {str(config.dtype)[6:]}"),
             (dim % 8 or dim > 256, f"needs a head_dim of 8 to 256 in steps of 8, not {dim}"),
-            (
-                size is not None and not cls.supports_block_size(size),
-                f"needs a block_size that is a multiple of 256, not {size}",
-            ),
+            (is_odd, f"needs a block_size that is a multiple of 256, not {size}"),
         )
         for is_wrong, sentence in rules:
             if is_wrong:

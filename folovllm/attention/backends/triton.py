@@ -15,7 +15,7 @@ from folovllm.kernels.fp8_cache import INTERPRETED
 from folovllm.kernels.prefetching_decode import is_supported, prefetching_decode
 from folovllm.kernels.prefill import PrefillKernel, config_on, prefill
 from folovllm.kernels.prefill_tiles import list_tiles
-from folovllm.kernels.preparation import Preparation
+from folovllm.kernels.qk_norm_rope import Preparation
 from folovllm.kernels.store import store_kvcache
 from folovllm.kernels.variants import kernel_variant
 from folovllm.step.forward_batch import ForwardBatch
@@ -61,6 +61,7 @@ class TritonBackend(AttentionBackend):
         """Raise `BackendUnavailable` without a GPU or the interpreter, for a dtype or a head_dim the kernels lack."""
         is_cuda, is_bfloat16 = config.device.type == "cuda", config.dtype == torch.bfloat16
         is_old = is_cuda and torch.cuda.get_device_capability(config.device) < (8, 0)
+        is_odd = config.head_dim < 16 or config.head_dim & (config.head_dim - 1)
         dim, half = config.head_dim, "256 in half precision and 128 in float32"
         rules = (
             (
@@ -69,10 +70,7 @@ class TritonBackend(AttentionBackend):
             ),
             (is_bfloat16 and not is_cuda, "computes bfloat16 wrongly in the interpreter: choose float32 or float16"),
             (is_bfloat16 and is_old, "has no bfloat16 on this GPU (compute capability below 8.0): choose float16"),
-            (
-                dim < 16 or dim & (dim - 1),
-                f'needs a head_dim that is a power of two from 16 up, not {dim}: choose "torch_paged"',
-            ),
+            (is_odd, f'needs a head_dim that is a power of two from 16 up, not {dim}: choose "torch_paged"'),
             (config.is_fp8 and dim < 32, f'reads 8 bits from a head_dim of 32 up, not {dim}: choose "torch_paged"'),
             (
                 is_cuda and dim * config.dtype.itemsize > 512,
@@ -104,9 +102,8 @@ class TritonBackend(AttentionBackend):
         for decode in self._decodes.values() if n else ():
             decode.plan(batch.seq_lens, n)
         if batch.is_padded:
-            self._planned.tiles = list_tiles(
-                batch.query_start_loc, batch.seq_lens, len(batch.input_ids), n, self._tile_m
-            )
+            num_tokens = len(batch.input_ids)
+            self._planned.tiles = list_tiles(batch.query_start_loc, batch.seq_lens, num_tokens, n, self._tile_m)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if self.config.is_fp8:
@@ -140,8 +137,7 @@ class TritonBackend(AttentionBackend):
         """Return attention of decodes. The decode kernel also normalises, rotates and stores the new tokens."""
         c = self.config
         out = qkv.new_empty(batch.num_seqs, c.num_heads, c.head_dim)
+        arguments = qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation
         if is_supported(self._decode, kv_cache, batch.num_seqs):
-            return prefetching_decode(
-                self._decode, qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation
-            )
-        return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation, self.scales)
+            return prefetching_decode(self._decode, *arguments)
+        return self._decode(*arguments, self.scales)

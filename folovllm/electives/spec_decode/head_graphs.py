@@ -54,7 +54,7 @@ class HeadGraphRunner(GraphRunner):
 
     @property
     def _inner(self) -> HeadModelRunner:
-        return cast(HeadModelRunner, self._runner)
+        return cast(HeadModelRunner, self.inner)
 
     def execute_model(self, step: PackedStep | TokenBitmasks) -> Any:
         """Run a step, or start the chain that is asked for in place of one and return a `PendingChain`."""

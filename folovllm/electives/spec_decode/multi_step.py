@@ -18,8 +18,8 @@ import torch
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.packed_executor import LocalExecutor
 from folovllm.step.bitmasks import TokenBitmasks
-from folovllm.step.packed import Int32, PackedStep, choose_bucket, is_plain_decode, split
-from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.packed import PackedStep, choose_bucket, is_plain_decode, split
+from folovllm.step.schedule import Int32, SchedulerOutput, StepResult
 from folovllm.worker.buckets import Bucket, decode_bucket, padding_of
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner

@@ -10,8 +10,8 @@ import torch
 from folovllm.electives.spec_decode.verify import max_samples
 from folovllm.step.bitmasks import MASKS, TokenBitmasks
 from folovllm.step.forward_batch import ForwardBatch
-from folovllm.step.packed import Int32, Sample, fields_of, sample_levels, samples_of
-from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.step.packed import Sample, fields_of, sample_levels, samples_of
+from folovllm.step.schedule import Int32, Logprobs, ScheduledSequence, SchedulerOutput, StepResult
 from folovllm.worker.model_runner import ModelRunner
 
 

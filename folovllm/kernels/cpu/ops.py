@@ -83,9 +83,8 @@ class CpuKernels:
         """Compute QK-norm, RoPE and attention: [S, (Hq + 2 Hkv) D] -> [S, Hq D]. It also stores the new K and V in the cache."""
         query, out = (qkv.new_empty(qkv.shape[0], heads.query * heads.size) for _ in range(2))
         cache, described = ctypes.byref(cache_of(kv_cache)), ctypes.byref(batch_of(batch))
-        self._library.attention(
-            ctypes.byref(heads), cache, described, at(qkv), at(query), at(out), torch.get_num_threads()
-        )
+        numbers = at(qkv), at(query), at(out)
+        self._library.attention(ctypes.byref(heads), cache, described, *numbers, torch.get_num_threads())
         return out
 
     def decoder_layer(

@@ -12,8 +12,7 @@ import triton.language as tl
 
 from folovllm.electives.moe.kernels import moe_gemv
 from folovllm.kernels.grouped_tiles import find_tile, finish_tile
-from folovllm.kernels.multiprocessors import capability_of
-from folovllm.kernels.variants import kernel_variant
+from folovllm.kernels.variants import capability_of, kernel_variant
 
 
 @triton.jit

@@ -13,9 +13,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from folovllm.electives.quantization.weight import QuantizedWeight
-from folovllm.kernels.multiprocessors import capability_of, num_sms
 from folovllm.kernels.pdl import available, let_next_start, wait_for_inputs
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
+from folovllm.kernels.variants import capability_of, num_sms
 
 MANY, MANY_IN_BLOCKS = 129, 65  # tokens, from which on the library is faster
 

@@ -18,7 +18,7 @@ from folovllm.electives.quantization.kernels.int4_linear import EXPONENT
 from folovllm.electives.quantization.kernels.quant_matmul import add_tile, load_inputs, scale_of_rows
 from folovllm.electives.quantization.weight import QuantizedWeight, kind_of
 from folovllm.kernels.grouped_tiles import find_tile, finish_tile
-from folovllm.kernels.multiprocessors import capability_of
+from folovllm.kernels.variants import capability_of
 
 
 @triton.jit

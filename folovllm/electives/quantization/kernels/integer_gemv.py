@@ -39,9 +39,9 @@ from folovllm.electives.quantization.kernels.gemv_tiles import (
 )
 from folovllm.electives.quantization.weight import QuantizedWeight, kind_of
 from folovllm.kernels.fp8_cache import INTERPRETED
-from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.skinny_linear import append
+from folovllm.kernels.variants import num_sms
 
 PARTS = tl.constexpr(2)  # of a row: four columns each
 PLANES = tl.constexpr(4)

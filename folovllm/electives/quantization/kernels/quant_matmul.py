@@ -19,9 +19,9 @@ from folovllm.electives.quantization.kernels.int4_linear import EXPONENT, code, 
 from folovllm.electives.quantization.kernels.unpack_codes import in_turn, nibble
 from folovllm.electives.quantization.weight import QuantizedWeight, kind_of
 from folovllm.kernels.fp8_cache import INTERPRETED
-from folovllm.kernels.multiprocessors import capability_of
 from folovllm.kernels.skinny_linear import append
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
+from folovllm.kernels.variants import capability_of
 
 MANY = 129  # tokens, from which on weights are unpacked first: a second tile would unpack all of them again
 MANY_IN_SHORT_GROUPS = 64  # with 4 bits in groups of other sizes, which take an H200 four times as long as those of 128

@@ -17,10 +17,10 @@ import triton.language as tl
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_split, merge_partials
 from folovllm.kernels.decode_plan import ITEM, leave, plan_kernel, take_next
 from folovllm.kernels.fp8_cache import decode_split_fp8, prefill_loop_fp8
-from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.online_softmax import LOG2_E, normalize
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.prefill import prefill_loop
+from folovllm.kernels.variants import num_sms
 from folovllm.step.kv_format import UNSCALED, KVScales
 
 MOST_TOKENS = 16  # new tokens of a sequence: with more, it is a prompt
