@@ -135,7 +135,7 @@ class EngineConfig:
         options: list[plugins.Options] = []
         extras = dict(given.pop("extras", {}))
         if extras or not given.keys() <= own.keys():
-            options = plugins.options_of(own.keys(), given, extras)
+            options = plugins.options_of(own.keys(), given, extras)  # moves electives' options from `given` to `extras`
         given["extras"] = extras
         for name, field_ in own.items():
             setattr(self, name, given.get(name, field_.default))

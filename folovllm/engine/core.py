@@ -22,7 +22,9 @@ class StartedStep:
     """A step that was started and whose tokens were not collected yet."""
 
     schedule: SchedulerOutput
-    seqs: list[Sequence]  # those of `schedule.scheduled_seqs`
+    seqs: list[
+        Sequence
+    ]  # the objects that `schedule.scheduled_seqs` names by number, in its order: the scheduler has them
     start: float
     pending: Pending
 
@@ -78,7 +80,9 @@ class EngineCore:
         if result.logprobs:
             keep_logprobs(step.seqs, step.schedule.scheduled_seqs, result.logprobs, alive)
         now = time.monotonic()
-        if self.events.on:  # where steps overlap, a step's time begins where the last one ended
+        if (
+            self.events.on
+        ):  # `StepEnded` and `Finished`; where steps overlap, a step's time begins where the last one ended
             times = max(step.start, self._last_arrival), arrived, now
             self._last_arrival = arrived
             report_step(self.events, self.scheduler, new, self.num_steps, *times, step.schedule, result)
@@ -89,7 +93,7 @@ class EngineCore:
         return self.output_processor.process(new, now)
 
     def end(self, request_ids: Collection[str]) -> list[RequestState]:
-        """End those of the requests that are being served; returns what there is of them."""
+        """End those of the requests that are being served; returns those that it ended, with what they hold so far."""
         requests = self.output_processor.requests
         ended = [requests.pop(id_) for id_ in dict.fromkeys(request_ids) if id_ in requests]
         self.scheduler.abort(*(seq for state in ended for seq in state.seqs if not seq.status.is_finished))
