@@ -22,9 +22,7 @@ class StartedStep:
     """A step that was started and whose tokens were not collected yet."""
 
     schedule: SchedulerOutput
-    seqs: list[
-        Sequence
-    ]  # the objects that `schedule.scheduled_seqs` names by number, in its order: the scheduler has them
+    seqs: list[Sequence]  # the objects behind `schedule.scheduled_seqs`, in its order: the scheduler has them
     start: float
     pending: Pending
 
@@ -80,12 +78,10 @@ class EngineCore:
         if result.logprobs:
             keep_logprobs(step.seqs, step.schedule.scheduled_seqs, result.logprobs, alive)
         now = time.monotonic()
-        if (
-            self.events.on
-        ):  # `StepEnded` and `Finished`; where steps overlap, a step's time begins where the last one ended
+        if self.events.on:  # where steps overlap, a step's time begins where the last one ended
             times = max(step.start, self._last_arrival), arrived, now
             self._last_arrival = arrived
-            report_step(self.events, self.scheduler, new, self.num_steps, *times, step.schedule, result)
+            report_step(self.events, self.scheduler, new, self.num_steps, *times, step.schedule, result)  # `Finished`
         if self.end_early is not None:
             new += self.end_early(step.seqs)
         self.num_steps += 1

@@ -22,12 +22,7 @@ from folovllm.models.messages import some_of, torch_names
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-WEIGHT_NAMES = (
-    ".weight",
-    "proj.bias",
-    "weight_scale",
-    "weight_scale_inv",
-)  # ends of names; what else is in a checkpoint is a mask
+WEIGHT_NAMES = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # they end so; another one is a mask
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
 Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
@@ -192,8 +187,7 @@ def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None
     """Raise ValueError if a weight's numbers are not what its linear method stores. A mask ("attn.bias" of old checkpoints) may be of any."""
     module, _, kind = name.rpartition(".")
     wanted = linear_methods.get(module, PLAIN).stored(kind)
-    is_mask = wanted == FLOATS and not name.endswith(WEIGHT_NAMES)
-    if dtype in wanted or is_mask:
+    if dtype in wanted or (wanted == FLOATS and not name.endswith(WEIGHT_NAMES)):  # the latter is a mask
         return
     said, *names = torch_names([dtype, *wanted])
     if wanted == FLOATS:

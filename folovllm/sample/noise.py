@@ -39,10 +39,8 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first
     seeds, positions = seeds[:, None], positions[:, None]  # [S, 1] each
     zero = torch.zeros_like(block)
     # The first mask is for torch.compile only: without it its code multiplies in 32 bits.
-    words = philox_4x32_10(
-        [block & _MASK, positions, zero, zero], [seeds & _MASK, (seeds >> 32) & _MASK]
-    )  # four of [S, V/4]
-    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [S, V]
+    words = philox_4x32_10([block & _MASK, positions, zero, zero], [seeds & _MASK, (seeds >> 32) & _MASK])
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # four of [S, V/4] -> [S, V]
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 

@@ -38,11 +38,10 @@ def num_blocks_that_fit(
     bytes_per_block = setup.block_size * (setup.kv_bytes_per_token + more_bytes)
     num_blocks = setup.config.num_kv_blocks
     if num_blocks is None:
-        memory = (
-            _free_gpu_memory(setup, profile, captured)
-            if setup.device.type == "cuda"
-            else setup.config.kv_cache_memory - state_bytes
-        )
+        if setup.device.type == "cuda":
+            memory = _free_gpu_memory(setup, profile, captured)
+        else:
+            memory = setup.config.kv_cache_memory - state_bytes
         of_use = setup.max_num_seqs * blocks_per_seq
         if setup.config.enable_prefix_caching:
             of_use = max(of_use, MOST_CACHED)
