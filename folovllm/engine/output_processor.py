@@ -162,10 +162,10 @@ def num_visible_chars(seq: Sequence) -> int:
     """Decode; return how many characters may be shown: the last may begin a stop string. Call it once after the end: it drops the end token."""
     detokenizer = seq.detokenizer
     if seq.status.is_finished:
-        # `stop_reason` of a stop token: its id; of end-of-text: None
+        # A stop string's `stop_reason` is a text, a stop token's its id, end-of-text's None.
         token_ended = seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
         if token_ended and not seq.params.include_stop_str_in_output:
-            detokenizer.forget_last()
+            detokenizer.forget_last()  # nothing was decoded since it came
         detokenizer.flush()
         return detokenizer.num_chars
     detokenizer.advance()

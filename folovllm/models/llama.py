@@ -48,9 +48,9 @@ class LlamaAttention(nn.Module):
         self.num_kv_heads = num_kv_heads_of(config)
         self.head_dim = head_dim_of(config)
         qkv_bias, output_bias = self.biases(config)
-        heads = (self.query_parts * self.num_heads, self.num_kv_heads, self.head_dim)
+        sizes = (self.query_parts * self.num_heads, self.num_kv_heads, self.head_dim)
         self.qkv_proj = layers.make(
-            QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.linear_method_of("self_attn.qkv_proj")
+            QKVParallelLinear, config.hidden_size, *sizes, qkv_bias, layers.linear_method_of("self_attn.qkv_proj")
         )
         inner, method = self.num_heads * self.head_dim, layers.linear_method_of("self_attn.o_proj")
         self.o_proj = layers.make(RowParallelLinear, inner, config.hidden_size, output_bias, method)

@@ -155,7 +155,7 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Destination])
 
 
 def pop_destination(name: str, shape: torch.Size, places: dict[str, Destination]) -> Destination:
-    """Return the place of a tensor of this shape, crossed off. Raises ValueError if there is none, or it is of another shape."""
+    """Return the place of a tensor of this shape, crossed off. Raises ValueError if it has another shape, or (X2, X6) there is none."""
     place = places.pop(name, None)
     if place is None:
         raise ValueError(f"the weights hold {name!r}, for which the model has no place (or had it twice)")
