@@ -373,7 +373,7 @@ def preempt(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None
         candidates: all running sequences, at least one, in any order; one of them needs room.
 
     Returns:
-        The victim (never None, which is `wait`'s answer), which has left `running`, freed its cache (`kv.free`), turned to WAITING (`requeue`) and been
+        The victim (None is `wait`'s answer), which has left `running`, freed its cache (`kv.free`), turned to WAITING (`requeue`) and been
         queued again by rank (`scheduler.add`): ahead of all that arrived later, behind all that are more urgent.
     """
     victim = max(candidates, key=scheduler.rank)
