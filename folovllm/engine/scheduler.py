@@ -370,7 +370,7 @@ def preempt(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None
     cache to one that ranks behind it.
 
     Args:
-        candidates: all running sequences, at least one, in any order; one of them needs room.
+        candidates: all running sequences (one or more), in any order; one of them needs room.
 
     Returns:
         The victim (None is `wait`'s answer), which has left `running`, freed its cache (`kv.free`), turned to WAITING (`requeue`) and been
