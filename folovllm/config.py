@@ -135,7 +135,7 @@ class EngineConfig:
         options: list[plugins.Options] = []
         extras = dict(given.pop("extras", {}))
         if extras or not given.keys() <= own.keys():
-            options = plugins.options_of(own.keys(), given, extras)
+            options = plugins.options_of(own.keys(), given, extras)  # moves electives' options from `given` to `extras`
         given["extras"] = extras
         for name, field_ in own.items():
             setattr(self, name, given.get(name, field_.default))
@@ -197,11 +197,9 @@ class EngineConfig:
         if budget is None:
             return 8192 if self.enable_chunked_prefill else max(max_model_len, 8192)
         if budget < max_model_len and not self.enable_chunked_prefill:
-            says = "the longest prompt could never be computed in one step"
-            instead = "raise it, lower max_model_len, or set enable_chunked_prefill"
-            raise ValueError(
-                f"max_num_batched_tokens {budget} is below max_model_len {max_model_len}, so {says}: {instead}"
-            )
+            is_small = f"max_num_batched_tokens {budget} is below max_model_len {max_model_len}"
+            says = "so the longest prompt could never be computed in one step: raise it, lower max_model_len, or set"
+            raise ValueError(f"{is_small}, {says} enable_chunked_prefill")
         return budget
 
 

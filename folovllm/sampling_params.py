@@ -107,11 +107,12 @@ class SamplingParams:
                 setattr(self, name, 1 if value else None)
         self.seed = None if self.seed == -1 else self.seed
         self._validate()
-        has_lists = any(type(own := getattr(self, name)) is not list or own for name in LISTS)  # most have empty ones
-        if has_lists or any(getattr(self, name) is not None for name in OTHERS):
-            from folovllm.sample.sampling_rules import take_rules  # here, for most requests have none
+        lists = (getattr(self, name) for name in LISTS)
+        has_rules = any(type(own) is not list or own for own in lists)  # or a tuple, a text, None
+        if has_rules or any(getattr(self, name) is not None for name in OTHERS):
+            from folovllm.sample.sampling_rules import normalize_rules  # here, for most requests have none
 
-            take_rules(self)
+            normalize_rules(self)
         if self.temperature < SMALLEST_TEMPERATURE:
             self.temperature = 0.0
 

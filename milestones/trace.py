@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from milestones.manifest import Course
-from milestones.tasks import Milestone
+from milestones.tasks import PACKAGE, Milestone
 
 PROMPT = "Tell me a story about Lily and a red kite."
 
@@ -26,7 +26,7 @@ ASIDE_FILES = (
     "__init__.py", "distributed/children.py", "config.py", "distributed/cores.py", "plugins.py", "engine/metrics.py",
     "engine/event_stream.py", "engine/events.py", "engine/extension.py", "models/written_files.py", "engine/inputs.py", "models/files.py",
     "models/shapes.py", "outputs.py",
-    "engine/require.py", "sampling_params.py", "engine/spelling.py",
+    "engine/require.py", "sampling_params.py", "engine/spelling.py", "engine/ctrl_c.py", "models/quick_start.py",
 )  # fmt: skip
 ASIDE_NAMES = re.compile(
     r"Speeds|added|[Qq]uantization|(use|most|choose)_threads|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
@@ -62,6 +62,15 @@ def shortened(steps: list[Step], exercises: Collection[tuple[str, str]] = ()) ->
             kept.append(replace(step, depth=sum(shown for _, shown in open_steps)))
         open_steps.append((step.depth, is_shown))
     return sorted(kept, key=lambda step: step.phase in (SETUP, OWN_SETUP))
+
+
+def also_listed(course: Course, milestone: Milestone, shown: list[Step]) -> list[str]:
+    """The milestone's files in docs/reading_order.md of which nothing is shown: records and protocols, which run nothing, and checks."""
+    page = course.root / "docs" / "reading_order.md"
+    text = page.read_text("utf-8") if page.is_file() else ""
+    table = text.partition(f"<!-- files {milestone.id} -->")[2].partition("<!-- end of files -->")[0]
+    files = [f"{PACKAGE}/{name}" for name in re.findall(r"^\| `(\S+)`", table, re.MULTILINE)]
+    return [file for file in files if file not in {step.file for step in shown}]
 
 
 def read(course: Course, milestone: Milestone) -> list[Step]:

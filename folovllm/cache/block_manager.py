@@ -157,7 +157,7 @@ class BlockManager(KVCacheManager):
         """Cut the table of `seq` back to the blocks that hold a computed token, `seq.num_computed_tokens` of them.
 
         Blocks that were reserved for draft tokens that were rejected go back to the front of the free list
-        (`prepend(self._free, block)`), for they hold nothing that could be found again, the first of them to the very front.
+        (`prepend(self._free, block)`), for they hold nothing that could be found again; the first in the table is the next to be taken.
         None of them is shared or has a name: only blocks of tokens that were sampled have. Listeners hear of each:
         `TableCut(seq.seq_id, block_id)`.
         """

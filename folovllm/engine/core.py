@@ -22,7 +22,7 @@ class StartedStep:
     """A step that was started and whose tokens were not collected yet."""
 
     schedule: SchedulerOutput
-    seqs: list[Sequence]  # those of `schedule.scheduled_seqs`
+    seqs: list[Sequence]  # the objects behind `schedule.scheduled_seqs`, in its order: the scheduler has them
     start: float
     pending: Pending
 
@@ -81,7 +81,7 @@ class EngineCore:
         if self.events.on:  # where steps overlap, a step's time begins where the last one ended
             times = max(step.start, self._last_arrival), arrived, now
             self._last_arrival = arrived
-            report_step(self.events, self.scheduler, new, self.num_steps, *times, step.schedule, result)
+            report_step(self.events, self.scheduler, new, self.num_steps, *times, step.schedule, result)  # `Finished`
         if self.end_early is not None:
             new += self.end_early(step.seqs)
         self.num_steps += 1
@@ -89,7 +89,7 @@ class EngineCore:
         return self.output_processor.process(new, now)
 
     def end(self, request_ids: Collection[str]) -> list[RequestState]:
-        """End those of the requests that are being served; returns what there is of them."""
+        """End those of the requests that are being served; returns those that it ended, with what they hold so far."""
         requests = self.output_processor.requests
         ended = [requests.pop(id_) for id_ in dict.fromkeys(request_ids) if id_ in requests]
         self.scheduler.abort(*(seq for state in ended for seq in state.seqs if not seq.status.is_finished))

@@ -19,11 +19,12 @@ class IncrementalDetokenizer:
     """The text of one growing answer.
 
     A token's text depends on its neighbours (a space that joins, bytes that make up one character), so a token cannot
-    be decoded alone; and to decode all of them at each step would be quadratic. A short window is enough: tokens before
-    `_shown` have their text already, those from `_context` on are decoded again beside the new ones.
+    be decoded alone; and to decode all of them at each step would be quadratic. A short window is enough:
 
-    Invariant: `_context <= _shown <= len(token_ids)` (vLLM's `prefix_offset` and `read_offset`); until a stop string cuts it,
-    `text` holds the decoded tokens before `_shown`.
+        token_ids:  in `text`  | in `text`, decoded again as context  | new, not in `text`
+                               `_context` (vLLM: prefix_offset)       `_shown` (read_offset)
+
+    Invariant: `_context <= _shown <= len(token_ids)`; until a stop string cuts it, `text` holds all tokens before `_shown`.
 
     Attributes:
         spelling: of single tokens, for log-probabilities; None for a request that wants no text.

@@ -19,7 +19,7 @@ class Events:
 
     def __init__(self) -> None:
         self.on = False  # whether anybody listens
-        self.sources: dict[Listener, Source] = {}  # for some listeners, what makes an event before a step ends
+        self.sources: dict[Listener, Source] = {}  # X4: for some listeners, what makes an event before a step ends
         self._listeners: list[Listener] = []
         self._pending: list[Event] = []
 

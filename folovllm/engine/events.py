@@ -21,7 +21,7 @@ class Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A record that is an array on the wire and in a recording: its name, and then its fields."""
 
 
-class RequestAdded(Tagged, frozen=True):  # to `Snapshot`: all that M1 emits
+class RequestAdded(Tagged, frozen=True):  # from here to `Snapshot`: all that M1 emits
     """A sequence came: one answer to a request."""
 
     seq_id: int

@@ -49,7 +49,8 @@ class InputProcessor:
         self.check_amounts(params)
         token_ids = self._tokenize(parts, params)
         self._validate(token_ids, params)
-        has_runs = params.bad_words or params.allowed_token_ids is not None  # then it checks that some may be sampled
+        # `forbidden_runs` also checks that bad words leave some of the allowed tokens.
+        has_runs = params.bad_words or params.allowed_token_ids is not None
         room = self._setup.max_model_len - len(token_ids) + params.prompt_only  # its one token is not computed
         request = Request(
             request_id=request_id,

@@ -157,15 +157,15 @@ class LLMEngine(EngineCalls):
             self.executor.shutdown()
             if self.extension is not None:
                 self.extension.close()
-        gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
+        gc.unfreeze()  # for `make_engine` froze: cycles that are frozen are never collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
-    """Make an engine that no garbage collection stalls: it searches only what comes from here on."""
+    """Make an engine. `gc.freeze` has the garbage collector leave out what is alive now (model, tokenizer), so none of its runs is long."""
     engine = LLMEngine(config)
     gc.collect()
     gc.freeze()
-    weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
+    weakref.finalize(engine, gc.unfreeze).atexit = False  # its cycles can be collected only after that
     return engine

@@ -40,7 +40,7 @@ class OutputProcessor:
         return outputs
 
     def report(self, state: RequestState) -> RequestOutput:
-        """Return the output of a request. If it cannot be made, the log says why, and the request ends."""
+        """Return the output of a request. If it cannot be made (a tokenizer failed), the log says why, the request is aborted, and its output has no text."""
         try:
             return state.output()
         except (KeyboardInterrupt, SystemExit):
@@ -79,7 +79,7 @@ class RequestState:
             self.metrics.finish_time = now
 
     def end(self, now: float) -> None:
-        """Take in that all answers have ended."""
+        """End all answers, as the scheduler has, and take the times."""
         for answer in self.answers:
             if not answer.has_ended:
                 answer.update([], has_ended=True)
@@ -130,8 +130,10 @@ class Answer:
 
     def report(self, deltas_alone: bool) -> CompletionOutput:
         """The answer as it is, or with `deltas_alone` what is new in it."""
-        old_chars, new, seq = *self.take_news(), self.seq  # this moves `num_chars`
-        first_char, first_token = (old_chars, self.num_tokens - len(new)) if deltas_alone else (0, 0)
+        seq = self.seq
+        old_chars, new = self.mark_reported()  # `num_chars` is the new end of the text from here on
+        first_char = old_chars if deltas_alone else 0
+        first_token = self.num_tokens - len(new) if deltas_alone else 0
         has_logprobs = seq.params.logprobs is not None
         return CompletionOutput(
             index=seq.index,
@@ -145,8 +147,8 @@ class Answer:
             delta_token_ids=new,
         )
 
-    def take_news(self) -> tuple[int, list[int]]:
-        """Count what is new as reported; returns at which character it begins, and its tokens."""
+    def mark_reported(self) -> tuple[int, list[int]]:
+        """Mark what is new as reported; returns at which character it begins, and its tokens."""
         old_chars, new, seq = self.num_chars, self.new_token_ids, self.seq
         if self.has_news:
             self.num_chars, self.new_token_ids, self.has_news = num_visible_chars(seq), [], False
@@ -157,12 +159,13 @@ class Answer:
 
 
 def num_visible_chars(seq: Sequence) -> int:
-    """Decode; return how many characters are final: the last may begin a stop string. Call it once after the end: it drops the end token."""
+    """Decode; return how many characters may be shown: the last may begin a stop string. Call it once after the end: it drops the end token."""
     detokenizer = seq.detokenizer
     if seq.status.is_finished:
-        by_token = seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
-        if by_token and not seq.params.include_stop_str_in_output:
-            detokenizer.forget_last()
+        # A stop string's `stop_reason` is a text, a stop token's its id, end-of-text's None.
+        token_ended = seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
+        if token_ended and not seq.params.include_stop_str_in_output:
+            detokenizer.forget_last()  # nothing was decoded since it came
         detokenizer.flush()
         return detokenizer.num_chars
     detokenizer.advance()

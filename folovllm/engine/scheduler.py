@@ -370,10 +370,10 @@ def preempt(scheduler: Scheduler, candidates: list[Sequence]) -> Sequence | None
     cache to one that ranks behind it.
 
     Args:
-        candidates: all running sequences, in any order; one of them needs room.
+        candidates: all running sequences (one or more), in any order; one of them needs room.
 
     Returns:
-        The victim, which has left `running`, freed its cache (`kv.free`), turned to WAITING (`requeue`) and been
+        The victim (None is `wait`'s answer), which has left `running`, freed its cache (`kv.free`), turned to WAITING (`requeue`) and been
         queued again by rank (`scheduler.add`): ahead of all that arrived later, behind all that are more urgent.
     """
     victim = max(candidates, key=scheduler.rank)

@@ -65,6 +65,7 @@ class SerialScheduler:
         )  # fmt: skip
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
+        """The sequences of the last step: the one that runs."""
         return list(self.running)
 
     def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:

@@ -46,8 +46,9 @@ class EngineSetup:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes over all layers, on one rank."""
-        a, layers = self.attention, self.hf_config.num_hidden_layers - num_linear_of(self.hf_config)
-        return 2 * layers * a.num_kv_heads * a.head_dim * (a.kv_dtype or self.dtype).itemsize
+        config, a = self.hf_config, self.attention
+        num_kv_layers = config.num_hidden_layers - num_linear_of(config)  # X5: layers of linear attention keep no K/V
+        return 2 * num_kv_layers * a.num_kv_heads * a.head_dim * (a.kv_dtype or self.dtype).itemsize
 
 
 def set_up(config: EngineConfig) -> EngineSetup:
@@ -84,7 +85,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
         long_prompts=config.packed_steps,
         kv_dtype=FP8 if "kv_cache_dtype" in config.extras else None,
     )
-    if config.kv_cache == "growing":
+    if config.kv_cache == "growing":  # "torch_cat" is M1's own backend, which users call "torch_naive"
         backend, block_size = ("" if config.model_impl == "hf" else "torch_cat"), max_model_len
     else:
         backend, block_size = choose_backend(config.attention_backend or "auto", attention)

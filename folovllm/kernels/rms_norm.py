@@ -48,7 +48,7 @@ def deferred_add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_x, stride_residual, eps,
     H: tl.constexpr, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`add_rms_norm_kernel` with programmatic dependent launch: it may start before its inputs are complete."""
+    """`add_rms_norm_kernel` with programmatic dependent launch: lets the next kernel start, waits for its own inputs, then does all of it."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     add_rms_norm_kernel(

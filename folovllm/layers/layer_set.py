@@ -19,16 +19,15 @@ Replacements = Mapping[Any, Callable[..., nn.Module]]  # a class of layers -> wh
 
 @dataclass(frozen=True, slots=True)
 class LayerSet:
-    """A model asks this set for each of its layers, and for its linear method. Layers never change their kind.
-
-    The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them.
+    """Makes a model's layers: `layers.make(RMSNorm, size)` is an `RMSNorm` in M1 (the plain set), and from M4 on one with a kernel.
 
     Attributes:
+        replacements: a class that the model names -> what makes the layer in its place. linear_method: of what is not quantized.
         quantized: X2: each layer's linear method by its name, of a quantized checkpoint. prefix: what is being built.
         kernels: M6: layers should be kernels where there are some, and read nothing on the host: a step may be captured.
         counters: X4: int64 tensors by name in which the model counts as it runs (`ModelRunner.clear_counters`).
-        most_samples: X3, X5: tokens that a step may sample of one sequence. With more than 1 the next step may go on from any of
-            its new tokens but the first: that step's `seq_lens` say from which.
+        most_samples: X3, X5: tokens that a step may sample of one sequence. Of several (drafts) some may be rejected: the next
+            step's `seq_lens` say how many stay.
     """
 
     replacements: Replacements = field(default_factory=dict)

@@ -13,10 +13,10 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose
 
 
 class LinearMethod(ABC):
-    """How W [outputs, inputs] is stored, loaded and used; one object serves all layers and holds no weight.
+    """How a layer (`LinearBase`, below) stores, loads and uses W [outputs, inputs]: M1's is `Plain`, X2's take fewer bits.
 
-    A new one is a subclass of `layers.fusable.FusableLinearMethod`. `kind` is the last part of a tensor's name in the
-    checkpoint: "weight", "bias", "weight_scale".
+    One object serves all layers and holds no weight. A layer may be several that are stacked, `output_sizes` rows of W each.
+    `kind` is the last part of a tensor's name in the checkpoint: "weight", "bias", "weight_scale".
     """
 
     @abstractmethod
@@ -36,7 +36,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + b, [T, inputs] -> [T, outputs]; where there is a `residual`, added to it, and it may be written over (M4, M6)."""
+        """x W^T + b, [T, inputs] -> [T, outputs]. M4: added to `residual` if given, which may be written over."""
 
     def apply(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b, [T, inputs] -> [T, outputs]: what `forward` calls. A subclass may take a faster kernel than `product`."""
@@ -72,9 +72,9 @@ class LinearBase(nn.Module):
     """
 
     weight: torch.Tensor  # what most linear methods call their parameter, uninitialised until a checkpoint fills it
-    scale: torch.Tensor  # a weight is its quantized value times this
-    columns: torch.Tensor | None  # factors [inputs] of `x` that could not be folded into quantized weights
-    dtype: torch.dtype  # of `x`, where the weight has another
+    scale: torch.Tensor  # X2: a weight is its quantized value times this
+    columns: torch.Tensor | None  # X2: factors [inputs] of `x` that could not be folded into quantized weights
+    dtype: torch.dtype  # X2: of `x`, where the weight has another
 
     def __init__(
         self, input_size: int, output_sizes: Sequence[int], bias: bool = False, linear_method: LinearMethod = PLAIN

@@ -41,9 +41,10 @@ def checked_config(path: Path, fields: dict[str, Any], trust_remote_code: bool) 
 
 
 def text_part(hf_config: Any) -> Any:
-    """The configuration of the part that writes text, of a model that reads images as well; else `hf_config`.
+    """`hf_config.text_config` if an elective has the ForCausalLM class of this architecture, else `hf_config`.
 
-    Only for an elective's models: their classes say which tensors of such a checkpoint they leave out.
+    Such a model reads images as well; the class says which tensors of its checkpoint it leaves out. The architecture's
+    name and the quantization go into `text_config`, in place.
     """
     text, names = getattr(hf_config, "text_config", None), getattr(hf_config, "architectures", None) or []
     names = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]

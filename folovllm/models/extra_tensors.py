@@ -63,9 +63,10 @@ def copy_in_pieces(view: torch.Tensor, tensor: torch.Tensor) -> None:
 def load_extra(
     model: LlamaForCausalLM, tensors: Iterable[tuple[str, torch.Tensor]], linear_methods: LinearMethods
 ) -> None:
-    """Give tensors for which the model has no place to what knows them. The model has all its weights by then.
+    """Handle tensors for which the model has no place; it has all its weights by then.
 
-    Raises ValueError if nothing knows one, or if it is a head that differs from the embedding that is the model's head.
+    An ignored one is checked, a head must equal the embedding that is the model's head, an elective's loader takes its own,
+    an empty bias passes. Raises ValueError for all else, and for a head that differs.
     """
     embedding = model.model.embed_tokens.weight
     for name, tensor in tensors:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class LlamaAttention(nn.Module):
     """Projections, position, cache, attention, projection."""
 
-    query_parts: ClassVar[int] = 1  # what `q_proj` gives each head, in units of D: its query, and perhaps a gate
+    query_parts: ClassVar[int] = 1  # X5: what `q_proj` gives each head, in units of D: its query, and perhaps a gate
 
     def __init__(
         self, config: PretrainedConfig, rope: RotaryEmbedding, layers: LayerSet, window: int | None = None
@@ -48,9 +48,9 @@ class LlamaAttention(nn.Module):
         self.num_kv_heads = num_kv_heads_of(config)
         self.head_dim = head_dim_of(config)
         qkv_bias, output_bias = self.biases(config)
-        heads = (self.query_parts * self.num_heads, self.num_kv_heads, self.head_dim)
+        sizes = (self.query_parts * self.num_heads, self.num_kv_heads, self.head_dim)
         self.qkv_proj = layers.make(
-            QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.linear_method_of("self_attn.qkv_proj")
+            QKVParallelLinear, config.hidden_size, *sizes, qkv_bias, layers.linear_method_of("self_attn.qkv_proj")
         )
         inner, method = self.num_heads * self.head_dim, layers.linear_method_of("self_attn.o_proj")
         self.o_proj = layers.make(RowParallelLinear, inner, config.hidden_size, output_bias, method)
@@ -106,8 +106,8 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each on a normalised copy of the residual stream and added back to it.
 
-    An addition waits for the norm that follows it, so that one kernel can do both: a layer passes on its output and the
-    stream that it has yet to be added to.
+    An addition waits for the norm that follows it, so that one kernel can do both. So a layer gets `x`, the last MLP's
+    output, and `residual`, the stream without it; and passes on its own two.
     """
 
     def __init__(self, config: PretrainedConfig, attention: LlamaAttention, layers: LayerSet) -> None:
@@ -168,13 +168,14 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The model with its head. A family is a subclass that names another attention class. From `renamed` on M1 leaves all as it is."""
+    """The model with its head. A family is a subclass that names another attention class."""
 
     attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
     packed_modules_mapping: Mapping[str, Sequence[str]] = {  # our module: the checkpoint's, in the order of its rows
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
+    # From here on for electives' families; M1's leave all as it is.
     renamed: ClassVar[dict[str, str]] = {}  # parts of names in the checkpoint: what they are called here
     shard: ClassVar[Callable[..., torch.Tensor] | None] = None  # of tensors that a family alone has
     reorder: Callable[[str, Weight], torch.Tensor] | None = None  # (name, tensor) -> in this model's order

@@ -22,7 +22,7 @@ from folovllm.models.messages import some_of, torch_names
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
+WEIGHT_NAMES = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # they end so; another one is a mask
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
 Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
@@ -81,7 +81,7 @@ def load_model(
     hidden = None if use_tqdm else True
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=hidden, delay=1) as progress:
         for name, tensor in tensors:
-            if name not in places:
+            if name not in places:  # the model lacks it, or had it already: it may be an elective's
                 extra.append((name, tensor))
                 continue
             with reading(source, name):
@@ -93,7 +93,7 @@ def load_model(
         from folovllm.models.extra_tensors import load_extra
 
         with reading(source):
-            load_extra(model, extra, linear_methods)
+            load_extra(model, extra, linear_methods)  # raises ValueError for a name that nothing knows
     model.weights_loaded()
 
 
@@ -155,7 +155,7 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Destination])
 
 
 def pop_destination(name: str, shape: torch.Size, places: dict[str, Destination]) -> Destination:
-    """Return the place of a tensor of this shape, crossed off. Raises ValueError if there is none, or it is of another shape."""
+    """Return the place of a tensor of this shape, crossed off. Raises ValueError if it has another shape, or (X2, X6) there is none."""
     place = places.pop(name, None)
     if place is None:
         raise ValueError(f"the weights hold {name!r}, for which the model has no place (or had it twice)")
@@ -184,10 +184,10 @@ def require_float_weights(files: list[Path]) -> None:
 
 
 def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None:
-    """Raise ValueError if a weight's numbers are not what its linear method stores. Masks are allowed."""
+    """Raise ValueError if a weight's numbers are not what its linear method stores. A mask ("attn.bias" of old checkpoints) may be of any."""
     module, _, kind = name.rpartition(".")
     wanted = linear_methods.get(module, PLAIN).stored(kind)
-    if dtype in wanted or (wanted == FLOATS and not name.endswith(IN_FLOATS)):  # what has no such name is a mask
+    if dtype in wanted or (wanted == FLOATS and not name.endswith(WEIGHT_NAMES)):  # the latter is a mask
         return
     said, *names = torch_names([dtype, *wanted])
     if wanted == FLOATS:

@@ -19,7 +19,7 @@ def torch_names(stored: Iterable[str]) -> list[str]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return a library's message for the end of a sentence, with the exception's type where the message needs it."""
+    """Return at most 300 characters of a library's message for the end of a sentence, with the type in front unless it is a ValueError or OSError."""
     kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
     return printable(f"{kind}{error}", 300).removesuffix(":")
 

@@ -15,6 +15,7 @@ from folovllm.step.forward_batch import ForwardBatch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# transformers' names, for those who look for them here
 Qwen3MLP = LlamaMLP
 Qwen3DecoderLayer = LlamaDecoderLayer
 Qwen3Model = LlamaModel

@@ -30,17 +30,17 @@ def philox_4x32_10(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0) -> torch.Tensor:
     """Return uniform numbers in the open interval (0, 1), one for each token id of each row.
 
-    Token id `v` takes output `v % 4` of the block with counter (v // 4, position, 0, 0) under the key (low and high
-    word of the seed). Adding a half to 23 random bits excludes 0 and 1 in float32.
+    Philox makes four words of a counter and a key, so four neighbouring ids share a call: token id `v` takes word `v % 4` of
+    counter (v // 4, position, 0, 0). The key is the seed. Adding a half to 23 random bits excludes 0 and 1 in float32.
 
     Seeds and positions [S] int64 -> [S, V] float32. `first_id`: token id of column 0, a multiple of 4 (a rank's share).
     """
     block = first_id // 4 + torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]  # [1, V/4]
-    seeds, positions = seeds[:, None], positions[:, None]
+    seeds, positions = seeds[:, None], positions[:, None]  # [S, 1] each
     zero = torch.zeros_like(block)
     # The first mask is for torch.compile only: without it its code multiplies in 32 bits.
     words = philox_4x32_10([block & _MASK, positions, zero, zero], [seeds & _MASK, (seeds >> 32) & _MASK])
-    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [S, V]
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # four of [S, V/4] -> [S, V]
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 

@@ -12,7 +12,7 @@ from folovllm.plugins import STRUCTURED_PARAMS, load_elective
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def take_rules(params: Any) -> None:
+def normalize_rules(params: Any) -> None:
     """Put the rules of a `SamplingParams` into one form, and check them. Raises ValueError with what works."""
     if isinstance(params.stop, str):
         params.stop = [params.stop]

@@ -29,7 +29,7 @@ class NothingScheduled(RuntimeError):
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SamplingSpec:
-    """How to sample a sequence's tokens: sent once, in its first step in this row of the batch. Positions are `ScheduledSequence.end`."""
+    """How to sample a sequence's tokens; the devices keep it. A token's position is its index in prompt and answer."""
 
     seed: int = 0
     temperature: float = 1.0  # 0 is greedy
@@ -121,7 +121,7 @@ class StepResult:
     logprobs: dict[int, list[Logprobs]]
 
     def wait(self) -> StepResult:
-        """Return itself: so it is a step that was started, too, and has ended (`executor.abstract.Pending`)."""
+        """Return itself. An executor may return a step in flight, whose `wait` blocks; this result is there already."""
         return self
 
 

@@ -73,7 +73,7 @@ def decode_bucket(width: int) -> Bucket:
 
 
 def prompt_bucket(num_tokens: int, num_decodes: int) -> Bucket:
-    """Return the bucket for steps with prompts: up to `num_tokens` tokens and `num_decodes` decodes."""
+    """Make the bucket of just these sizes for steps with prompts. Beside decodes it has columns for one prompt in 32 tokens (at least 8), and one for padding."""
     num_others = max(8, num_tokens // 32) + 1
     return Bucket(num_tokens, num_decodes, num_others, num_decodes + num_others)
 

@@ -88,7 +88,7 @@ class HFModelRunner:
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:
-        """Compute the tokens [1, T], which are cached, and return the logits [1, n, V] after the last `keep` (0: all) of them."""
+        """Compute the tokens [1, T], cache their K/V, and return the logits [1, n, V] after the last `keep` (0: all) of them."""
         output = self.model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep)
         logits: torch.Tensor = output.logits
         return logits

@@ -45,15 +45,14 @@ class InputBatch:
         arrays = self.flatten(scheduled_seqs)
         query_lens = [scheduled.num_new_tokens for scheduled in scheduled_seqs]
         seq_lens = [scheduled.end for scheduled in scheduled_seqs]
+        tables = [self.block_tables[scheduled.row] for scheduled in scheduled_seqs]
         return ForwardBatch(
             input_ids=self._tensor(arrays.input_ids),
             positions=self._tensor(arrays.positions),
             slot_mapping=self._tensor(arrays.slot_mapping),
             query_start_loc=self._tensor(arrays.query_start_loc.astype(np.int32)),
             seq_lens=self._tensor(np.array(seq_lens, np.int32)),
-            block_tables=self._tensor(
-                padded_tables([self.block_tables[scheduled.row] for scheduled in scheduled_seqs])
-            ),
+            block_tables=self._tensor(padded_tables(tables)),
             logits_indices=self._tensor(arrays.logits_indices),
             num_seqs=len(scheduled_seqs),
             num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(scheduled_seqs)),
@@ -84,11 +83,7 @@ class InputBatch:
         All are int64, which torch takes as an index; `scheduled.token_ids` is int32.
         """
         ends = np.cumsum([scheduled.num_new_tokens for scheduled in scheduled_seqs])
-        tables = [self.block_tables[scheduled.row] for scheduled in scheduled_seqs]
-        slots = [
-            self._slots(table, self._block_size, s.start, s.end)
-            for table, s in zip(tables, scheduled_seqs, strict=True)
-        ]
+        slots = [self._slots(self.block_tables[s.row], self._block_size, s.start, s.end) for s in scheduled_seqs]
         return RaggedArrays(
             input_ids=np.concatenate([scheduled.token_ids for scheduled in scheduled_seqs]).astype(np.int64),
             positions=np.concatenate([np.arange(scheduled.start, scheduled.end) for scheduled in scheduled_seqs]),

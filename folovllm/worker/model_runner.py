@@ -53,8 +53,8 @@ class ModelRunner:
         self.model = self._load()
         self.states: StepHook | None = None  # of a model with linear attention
         if num_linear_of(self._setup.hf_config):
-            make = load_elective(STATE_POOL, "linear attention")
-            self.states = make(self._setup, self.model, free_memory(self._setup.device))
+            make_states = load_elective(STATE_POOL, "linear attention")
+            self.states = make_states(self._setup, self.model, free_memory(self._setup.device))
         self.bind_backends()
 
     def load_weights(self, weights: Path | Tensors | None) -> None:
@@ -117,8 +117,8 @@ class ModelRunner:
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens of all sequences and sample a token for each."""
         scheduled_seqs = output.scheduled_seqs
-        new = {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
-        self._sampling_rows.set(new)
+        specs = {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
+        self._sampling_rows.set(specs)
         batch = self._build(scheduled_seqs)
         rows = [scheduled.row for scheduled in scheduled_seqs]
         if output.extras is not None and self.states is not None:

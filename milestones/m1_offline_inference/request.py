@@ -5,7 +5,7 @@ from collections.abc import Callable
 from folovllm import LLM, SamplingParams
 from milestones.trace import OWN_SETUP, PROMPT, SETUP
 
-PARAMS = SamplingParams(max_tokens=8, temperature=0.8)
+PARAMS = SamplingParams(max_tokens=8, temperature=0.8, top_k=50, top_p=0.95)  # with both filters
 
 
 def run(preset: str, enter: Callable[[str], None]) -> None:

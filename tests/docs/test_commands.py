@@ -95,6 +95,18 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert [target for target in links(page) if not (page.parent / target).exists()] == []
 
 
+def test_read_m1_names_the_files_of_the_reading_order() -> None:
+    """All of them and no other, and all exercises."""
+    from milestones.manifest import Course
+
+    command = [sys.executable, "-m", "milestones", "read", "m1"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    table = (ROOT / "docs/reading_order.md").read_text("utf-8").partition("<!-- files m1 -->")[2]
+    listed = re.findall(r"^\| `(\S+)`", table.partition("<!-- end of files -->")[0], re.MULTILINE)
+    assert set(re.findall(r"folovllm/(\S+?\.py)\b", said)) == set(listed)
+    assert {e.id for e in Course(ROOT).milestone("m1").exercises} <= set(re.findall(r"\bm1\.\d\b", said))
+
+
 def test_the_reading_order_is_that_of_the_source() -> None:
     """But for the minutes, which may lag behind; and no exercise is in a file that it leaves out."""
     spec = importlib.util.spec_from_file_location("reading_order", ROOT / "docs/_tools/reading_order.py")

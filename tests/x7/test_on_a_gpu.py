@@ -75,7 +75,9 @@ def test_answers_are_those_of_a_cache_with_room(
     for requests in longer:
         assert answers(engine, requests) == answers(expected, requests)
         assert_nothing_left(engine)
-    counts = COUNTS[engine]  # a small host memory, whose slots wait for the disk, has few blocks when they are asked for
+    counts = COUNTS[
+        engine
+    ]  # a small host memory, whose slots wait for the disk, has few blocks when they are asked for
     assert counts["loaded_host"] + counts["loaded_disk"] > 8
     engine.close()
     expected.close()

@@ -226,7 +226,8 @@ def compare(files: Annotated[list[Path], typer.Argument(help="Results that --sav
 def contenders(given: dict[str, Any], compare: str | None, geometry: str | None) -> Iterator[list[Contender]]:
     """Yield name and configuration of each engine to measure: `given` are flags, `compare` milestones, `geometry` a model of random weights.
 
-    Bad flags are refused before torch is loaded where that is possible. A geometry's files are there until the end of the block.
+    Without `compare` it is one: `--milestone`, else the started one, else the latest; both together are a ValueError, as bad
+    flags are, before torch is loaded where that is possible. A geometry's files are there until the end of the block.
     """
     from folovllm.apps.bench.contenders import parse_contenders, random_model
     from folovllm.config import LATEST, EngineConfig

@@ -12,7 +12,7 @@ from folovllm.step.forward_batch import ForwardBatch
 class GrowingKVCache:
     """K and V of one sequence in token order, `[n, Hkv, D]` each. Simple and quadratic: every append copies all cached tokens."""
 
-    _kv = torch.empty(2, 0, 0, 0)  # [2, n, Hkv, D]; this one, which is empty, is of all caches
+    _kv = torch.empty(2, 0, 0, 0)  # [2, n, Hkv, D]; this empty one is what all caches share until they append
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Append the K/V of new tokens, [T, Hkv, D] each."""

@@ -37,7 +37,11 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         return ring, matrices, *([((self.num_v_heads, columns), torch.int32)] if kept else [])
 
     def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Convolve and apply the delta rule: [T, C] -> [T, Hv, Dv] in the dtype of the model."""
+        """Convolve and apply the delta rule: [T, C] -> [T, Hv, Dv] in the dtype of the model. The states of `batch.rows` change in place.
+
+        With drafts the delta rule first goes through the inputs of accepted tokens, which the ring still holds: so a second call
+        of the convolution, behind it, stores those of sequences with more than `most_kept` new tokens, and computes nothing.
+        """
         assert batch.rows is not None
         ring, state, *num_seen = self.states
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes, batch.max_query_len

@@ -153,7 +153,10 @@ class AsyncEngine:
     def submit(
         self, seqs: list[Sequence], request_id: str | None = None, collector: OutputCollector | None = None
     ) -> Stream:
-        """Hand a prepared request to the engine. The caller must close the stream. Several streams may share a `collector`."""
+        """Hand a prepared request to the engine. The caller must close the stream. Several streams may share a `collector`.
+
+        Without a `request_id` it is "request-N". Raises ValueError if the id is in use, and what `require_open` raises.
+        """
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
@@ -252,13 +255,13 @@ class AsyncEngine:
         return self.death is None and not self._is_draining
 
     def require_open(self) -> None:
-        """Raise `EngineDead` or `Unavailable` unless new requests are taken, RuntimeError in another event loop than that of `start`."""
+        """Raise what `require_running` raises, and `Unavailable` while the engine sleeps."""
         self.require_running()
         if self.is_sleeping:
             raise Unavailable("the engine sleeps: wake it up first, a server by POST /wake_up")
 
     def require_running(self) -> None:
-        """Raise `EngineDead` or `Unavailable` unless the engine runs, RuntimeError in another event loop. It may sleep."""
+        """Raise `EngineDead` or `Unavailable` unless the engine runs, RuntimeError in another event loop than that of `start`. It may sleep."""
         self._require_loop()
         if self.death is not None:
             raise EngineDead(str(self.death))

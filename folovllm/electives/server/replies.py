@@ -199,7 +199,7 @@ class CompletionWriter:
         return msgspec.json.encode(self._body(self.OBJECT, choices, self.usage()))
 
     def chunks(self, answers: Iterable[tuple[int, OutputDelta]], usage: Usage | None) -> bytes:
-        """Events that say what is new: none for a character that is not whole yet."""
+        """An event for each delta with text, log-probabilities or a finish reason: half a character alone gives none."""
         return b"".join([
             self._events(index, answer, usage)
             for index, answer in answers

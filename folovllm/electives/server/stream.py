@@ -194,7 +194,7 @@ class Stream(RequestState):
 
 
 def _delta(answer: Answer) -> OutputDelta:
-    seq, (old_chars, new_token_ids) = answer.seq, answer.take_news()
+    seq, (old_chars, new_token_ids) = answer.seq, answer.mark_reported()
     first, end = answer.num_tokens - len(new_token_ids), answer.num_tokens
     return OutputDelta(
         seq.index,

@@ -207,7 +207,7 @@ class JsonObject:
 
 
 def name_in(text: str) -> str | None:
-    """The name that is written as a JSON string; None if it is none, empty, or has no bytes (half a character)."""
+    """The name of a tool, from its JSON (another value than a string as Python writes it); None if `text` is no JSON, or the name is empty or no UTF-8 (half a character)."""
     try:
         name = str(json.loads(text))
         name.encode()

@@ -159,7 +159,7 @@ class HeadModelRunner(VerifyingModelRunner):
         self.head.store(paired, replace(batch, positions=positions, slot_mapping=slots))
 
     def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
-        """Return the newest tokens, and `k` draft tokens behind each, [k + 1, S] int64. Device work only.
+        """Run the head `k` times from the hidden states that were kept: [k + 1, S] int64. Row 0 is `batch.input_ids`, row i the i-th draft tokens. Device work only.
 
         Args:
             batch: the newest tokens, which are not computed, as a batch of decodes.
