@@ -176,7 +176,7 @@ def child_seed(seed: int, index: int) -> int:
 
 def sampling_spec(seq: Sequence) -> SamplingSpec:
     """What a device must know to sample for `seq`. X1: where it has a grammar, that one says which tokens are allowed and may end it."""
-    p, has_grammar = seq.params, seq.params.structured_outputs is not None
+    p, is_constrained = seq.params, seq.params.structured_outputs is not None
     return SamplingSpec(
         seed=seq.seed,
         temperature=p.temperature,
@@ -188,10 +188,10 @@ def sampling_spec(seq: Sequence) -> SamplingSpec:
         frequency_penalty=p.frequency_penalty,
         logprobs=p.logprobs,
         first_end=seq.num_prompt_tokens + p.min_tokens,
-        forbidden=tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})) if p.min_tokens and not has_grammar else (),
+        forbidden=tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})) if p.min_tokens and not is_constrained else (),
         num_prompt_tokens=seq.num_prompt_tokens,
-        allowed=None if has_grammar or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
-        has_grammar=has_grammar,
+        allowed=None if is_constrained or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
+        has_grammar=is_constrained,
         bad_words=seq.request.bad_words,
         bias=tuple((p.logit_bias or {}).items()),
         history=seq.token_ids if p.has_penalties or seq.request.bad_words else seq.token_ids[:0],
