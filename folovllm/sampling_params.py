@@ -108,7 +108,7 @@ class SamplingParams:
         self.seed = None if self.seed == -1 else self.seed
         self._validate()
         lists = (getattr(self, name) for name in LISTS)
-        has_rules = any(type(own) is not list or own for own in lists)  # or a tuple, a text, None
+        has_rules = any(type(own) is not list or own for own in lists)  # others must become lists, too
         if has_rules or any(getattr(self, name) is not None for name in OTHERS):
             from folovllm.sample.sampling_rules import normalize_rules  # here, for most requests have none
 

@@ -51,7 +51,7 @@ class InputProcessor:
         self._validate(token_ids, params)
         # `forbidden_runs` also checks that bad words leave some of the allowed tokens.
         has_runs = params.bad_words or params.allowed_token_ids is not None
-        room = self._setup.max_model_len - len(token_ids) + params.prompt_only  # its one token is not computed
+        room = self._setup.max_model_len - len(token_ids) + params.prompt_only  # nobody gets its one token
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -83,7 +83,7 @@ class InputProcessor:
         limit, text, keep = self._setup.max_model_len, parts.text or "", params.truncate_prompt_tokens
         if keep is None and parts.token_ids is not None:
             return parts.token_ids
-        if keep is None and len(text) <= limit:  # a token has a character or more, as a rule
+        if keep is None and len(text) <= limit:  # short enough to encode whole; `_validate` counts tokens
             return encode(self._tokenizer, text)
         from folovllm.engine.long_prompts import encode_whole, encode_within
 

@@ -167,5 +167,5 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     engine = LLMEngine(config)
     gc.collect()
     gc.freeze()
-    weakref.finalize(engine, gc.unfreeze).atexit = False  # its cycles can be collected only after that
+    weakref.finalize(engine, gc.unfreeze).atexit = False  # if nobody closes it; at the end all goes anyway
     return engine

@@ -152,20 +152,20 @@ class Answer:
         old_chars, new, seq = self.num_chars, self.new_token_ids, self.seq
         if self.has_news:
             self.num_chars, self.new_token_ids, self.has_news = num_visible_chars(seq), [], False
-            if seq.logprobs:  # behind the end there may be more
+            if seq.logprobs:  # those of tokens behind a stop are dropped
                 rows = seq.logprobs[self.num_tokens - len(new) : self.num_tokens]
                 self._cumulative_logprob += sum(chosen(row).logprob for row in rows)
         return old_chars, new
 
 
 def num_visible_chars(seq: Sequence) -> int:
-    """Decode; return how many characters may be shown: the last may begin a stop string. Call it once after the end: it drops the end token."""
+    """Decode; return how many characters may be shown: the last may begin a stop string. It drops an end token, so it is called once after the end (`has_news`)."""
     detokenizer = seq.detokenizer
     if seq.status.is_finished:
         # A stop string's `stop_reason` is a text, a stop token's its id, end-of-text's None.
         token_ended = seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
         if token_ended and not seq.params.include_stop_str_in_output:
-            detokenizer.forget_last()  # nothing was decoded since it came
+            detokenizer.forget_last()  # not decoded yet: the check ends with it
         detokenizer.flush()
         return detokenizer.num_chars
     detokenizer.advance()

@@ -47,7 +47,7 @@ class Plain(LinearMethod):
     """Keeps `weight` [outputs, inputs]; the library multiplies by it."""
 
     def create(self, layer: LinearBase) -> None:
-        """Make one parameter, whose rows follow `output_sizes`."""
+        """Make one parameter, whose rows follow `output_sizes`, on the device and in the dtype that `build_model` made the default."""
         layer.weight = nn.Parameter(torch.empty(sum(layer.output_sizes), layer.input_size))
 
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:

@@ -22,7 +22,7 @@ from folovllm.models.messages import some_of, torch_names
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-WEIGHT_NAMES = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # they end so; another one is a mask
+WEIGHT_NAMES = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # "attn.bias" of old checkpoints is a mask
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
 Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint

@@ -16,7 +16,7 @@ TokenIds = Int32
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
 # (token id, log-probability, rank): the sampled one first, then the most likely
 Logprobs = list[tuple[int, float, int]]
-# What only some steps carry, by owner ("masks" of grammars, states, drafts): int32 [n, k]; its first column is an index of a scheduled sequence.
+# X1, X3, X5: what only some steps carry, by owner (masks, drafts, states): int32 [n, k]; its first column is an index of a scheduled sequence.
 Extras = Mapping[str, Int32]
 
 
@@ -131,7 +131,7 @@ def one_each(
     logprobs: list[Logprobs | None],
     scores: dict[int, list[Logprobs]] | None = None,
 ) -> StepResult:
-    """Return the result of a step that sampled a token for every row [S], dropped in the middle of a prompt. `scores`: by index."""
+    """Make the result of a step from one token for each sequence [S]. A sequence in the middle of its prompt drops it. `scores`: by index."""
     sampled = [[token] if each.num_samples else [] for each, token in zip(scheduled_seqs, token_ids, strict=True)]
     logprobs_of = scores or {}
     for i, row in enumerate(logprobs):

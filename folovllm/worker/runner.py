@@ -27,7 +27,7 @@ class Runner(Protocol[StepIn, ResultOut]):
 
 
 class StepHook(Protocol):
-    """Works on the device before and after a step that carries extras of its owner, and keeps memory for that (`plugins.STATE_POOL`)."""
+    """X5: works on the device before and after a step that carries extras of its owner, and keeps memory for that (`plugins.STATE_POOL`)."""
 
     tensors: Sequence[Any]  # its memory
 
