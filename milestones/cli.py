@@ -300,10 +300,7 @@ def read(
         console.print(line, soft_wrap=True)
     if listed := trace.also_listed(course, milestone, shown):
         console.print()
-        say(
-            "[bold]{title}[/]",
-            title=t("also to be read, though the request shows nothing of it (records, protocols, checks)"),
-        )
+        say("also to be read, though the request shows nothing of it (records, protocols, checks):")
         for file in listed:
             ids = [id_ for (place, _), id_ in exercises.items() if place == file]
             console.print(Text(f"  {file}", style="cyan").append("  ".join(["", *ids]), style="yellow"), soft_wrap=True)
