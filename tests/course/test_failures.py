@@ -99,10 +99,13 @@ def test_a_file_that_is_no_python_is_said_everywhere(sample: Course) -> None:
     assert "does not parse" in state and "written" not in state.replace("not written", "")
 
 
-def test_a_run_is_a_fork_of_a_process_that_has_the_libraries(sample: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_a_fork_of_a_process_that_has_the_libraries(
+    sample: Course, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """It passes on arguments, environment, status and output, and serves one run after another."""
     monkeypatch.delenv("FOLOVLLM_WARM", raising=False)
-    monkeypatch.setattr(warm.tempfile, "gettempdir", lambda: str(sample.root))
+    short = tmp_path_factory.mktemp("s")  # the name of a socket has at most 107 bytes
+    monkeypatch.setattr(warm.tempfile, "gettempdir", lambda: str(short))
     (sample.root / "test_fork.py").write_text(
         "import os, sys\n"
         "def test_it():\n"

@@ -27,10 +27,10 @@ def blocks(**overrides: Any) -> int:
     return num_blocks_that_fit(setup, lambda: pytest.fail("nothing to measure on CPU"))
 
 
-@pytest.mark.m6
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.x3)]
-)
+@pytest.mark.parametrize("options", [
+    pytest.param({}, marks=pytest.mark.m6),
+    pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.x3),
+])  # fmt: skip
 def test_tables_of_rows_that_do_not_fit_are_refused_before_they_are_made(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
