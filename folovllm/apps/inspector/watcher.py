@@ -99,29 +99,26 @@ class Watcher:
                 cells[block_id].is_free = True
             case ev.BlockTaken(block_id):
                 cells[block_id].ref_count = 1
-            case ev.BlockAdopted(block_id, _, ref_count):
-                cells[block_id].ref_count = ref_count
-            case ev.BlockCached(block_id):
-                cells[block_id].hash, cells[block_id].serial, cells[block_id].parent = (
-                    event.hash,
-                    event.serial,
-                    event.parent,
-                )
-            case ev.BlockEvicted(block_id):
-                cells[block_id].hash, cells[block_id].serial, cells[block_id].parent = None, 0, 0
-            case ev.BlockPassed(seq_id, place, block_id, ref_count):
-                cells[block_id].ref_count = ref_count
-                if place < len(
-                    table := self.served(seq_id).block_table
-                ):  # else the step that schedules the sequence says it
-                    table[place] = -1
-            case ev.TableFreed(seq_id, blocks):
-                for block_id, ref_count in blocks:
+            case ev.BlockAdopted():
+                cells[event.block_id].ref_count = event.ref_count
+            case ev.BlockCached():
+                cell = cells[event.block_id]
+                cell.hash, cell.serial, cell.parent = event.hash, event.serial, event.parent
+            case ev.BlockEvicted():
+                cell = cells[event.block_id]
+                cell.hash, cell.serial, cell.parent = None, 0, 0
+            case ev.BlockPassed():
+                cells[event.block_id].ref_count = event.ref_count
+                table = self.served(event.seq_id).block_table
+                if event.place < len(table):  # else the step that schedules the sequence says it
+                    table[event.place] = -1
+            case ev.TableFreed():
+                for block_id, ref_count in event.blocks:
                     cells[block_id].ref_count = ref_count
-                self.served(seq_id).block_table.clear()
-            case ev.TableCut(seq_id, block_id):
-                cells[block_id].ref_count = 0
-                del self.served(seq_id).block_table[-1:]
+                self.served(event.seq_id).block_table.clear()
+            case ev.TableCut():
+                cells[event.block_id].ref_count = 0
+                del self.served(event.seq_id).block_table[-1:]
             case ev.DraftsVerified():
                 self.served(event.seq_id).num_computed_tokens -= event.num_draft_tokens - event.num_accepted
             case ev.RequestAdded():
@@ -137,12 +134,16 @@ class Watcher:
             case ev.Finished(seq_id) | ev.Aborted(seq_id):
                 self.sequences.pop(seq_id, None)
             case ev.Snapshot():
-                self.block_size, self.num_steps = event.block_size, event.num_steps
-                known = {b.block_id: Cell(b.ref_count, b.is_free, b.hash, b.serial, b.parent) for b in event.blocks}
-                self.cells = [known.get(i) or Cell() for i in range(event.num_blocks)]
-                self.sequences = {
-                    s.added.seq_id: Watched(
-                        s.added, s.is_running, s.num_tokens, s.num_computed_tokens, list(s.block_table)
-                    )
-                    for s in event.sequences
-                }
+                self._begin(event)
+
+    def _begin(self, snapshot: ev.Snapshot) -> None:
+        """Take the whole state from a snapshot."""
+        self.block_size, self.num_steps = snapshot.block_size, snapshot.num_steps
+        known = {b.block_id: Cell(b.ref_count, b.is_free, b.hash, b.serial, b.parent) for b in snapshot.blocks}
+        self.cells = [known.get(i) or Cell() for i in range(snapshot.num_blocks)]
+        self.sequences = {
+            seq.added.seq_id: Watched(
+                seq.added, seq.is_running, seq.num_tokens, seq.num_computed_tokens, list(seq.block_table)
+            )
+            for seq in snapshot.sequences
+        }

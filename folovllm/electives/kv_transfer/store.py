@@ -221,9 +221,8 @@ class GpuCopies:
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
         self._came: Any = None  # the event of the last load's end
         self._sender = ThreadPoolExecutor(1, "kv-send")
-        self._free: list[tuple[int, Future[None] | None]] = [
-            (i, None) for i in range(count)
-        ]  # and who still reads each
+        # Buffers that may be filled, and for each who still reads it.
+        self._free: list[tuple[int, Future[None] | None]] = [(i, None) for i in range(count)]
         self.room = count * self._chunk
         self._gathered: list[tuple[int, int]] = []  # buffers that are not sent yet, and how many blocks are in each
         self._sending: list[tuple[Future[None], set[int]]] = []  # slots, and when their blocks are there
