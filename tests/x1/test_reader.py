@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from typing import Any
 from unittest.mock import Mock
@@ -13,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.electives.server.reasoning import ReasoningSplitter
-from folovllm.electives.server.replies import ChatMessage, MessageReader
-from folovllm.electives.server.requests import call_grammar, checked, offered
-from folovllm.electives.server.stream import OutputDelta
+from folovllm.electives.server.replies import MessageReader
+from folovllm.electives.server.requests import checked
 from folovllm.electives.server.tool_calls import ToolCallParser
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
@@ -27,29 +25,42 @@ def torn(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(ends)]
 
 
-def read(pieces: list[str], reader: MessageReader, finish: str = "stop") -> tuple[ChatMessage, str | None]:
-    """What the pieces add up to, put together as a client does it."""
-    content, thought, calls, reason = "", "", {}, None
+Parts = tuple[str | None, str, list[list[str]] | None]
+
+
+def read(pieces: list[str], reader: MessageReader, finish: str = "stop") -> tuple[Parts, str | None]:
+    """Thought, content and calls that the pieces add up to, put together as a client does it; and the finish reason."""
+    content, thought, calls, reason = "", "", dict[int, list[str]](), None
     for i, piece in enumerate(pieces):
-        last = i == len(pieces) - 1
-        news, reason = reader.read(OutputDelta(0, piece, None, finish if last else None, None))
-        content += news.content if isinstance(news.content, str) else ""
-        thought += news.reasoning_content or ""
-        for call in news.tool_calls or ():
-            assert call.function is not None
-            if call.index not in calls:
-                assert call.id and call.type == "function" and call.function.name, "the first piece says who is called"
-                calls[call.index] = [call.function.name, ""]
+        news, reason = reader.read(piece, finish if i == len(pieces) - 1 else None)
+        content += news.get("content", "")
+        thought += news.get("reasoning_content", "")
+        for call in news.get("tool_calls", ()):
+            if call["index"] not in calls:
+                assert call["id"] and call["type"] == "function" and call["function"]["name"], (
+                    "first it says who is called"
+                )
+                calls[call["index"]] = [call["function"]["name"], ""]
             else:
-                assert call.id is None and call.function.name is None
-            calls[call.index][1] += call.function.arguments
+                assert call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"}
+            calls[call["index"]][1] += call["function"]["arguments"]
     assert list(calls) == list(range(len(calls)))
-    return ChatMessage("assistant", content, thought or None, list(calls.values()) or None), reason  # type: ignore[arg-type]
+    return (thought or None, content, list(calls.values()) or None), reason
 
 
-def reader(parser: str | None = None, prompt: str = "", tools: bool = True, only_one: bool = False) -> MessageReader:
+def read_whole(text: str, *how: Any) -> tuple[Parts, str | None]:
+    """The same of an answer that comes in one piece, by a reader that knows it."""
+    message, reason = reader(*how, is_whole=True).read(text, "stop")
+    assert all("index" not in call and call["id"] for call in message.get("tool_calls", ()))
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    return (message.get("reasoning_content"), message.get("content", ""), calls or None), reason
+
+
+def reader(
+    parser: str | None = None, prompt: str = "", tools: bool = True, only_one: bool = False, is_whole: bool = False
+) -> MessageReader:
     splitter = None if parser is None else ReasoningSplitter(parser, prompt)
-    return MessageReader(splitter, ToolCallParser(only_one) if tools else None)
+    return MessageReader(splitter, ToolCallParser(only_one, is_whole) if tools else None)
 
 
 F, G = '{"name": "f", "arguments": {}}', '{"arguments": {"b": 1}, "name": "g"}'
@@ -99,23 +110,19 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
 @settings(max_examples=400)
 @given(answer=st.sampled_from(ANSWERS), cuts=st.lists(st.integers(0, 120), max_size=12))
 def test_torn_anywhere(answer: tuple[Any, ...], cuts: list[int]) -> None:
-    parser, prompt, text, thought, content, calls = answer
-    message, reason = read(torn(text, cuts), reader(parser, prompt))
-    assert (message.reasoning_content, message.content, message.tool_calls) == (thought, content, calls)
-    assert reason == ("tool_calls" if calls else "stop")
+    parser, prompt, text, *expected = answer
+    parts, reason = read(torn(text, cuts), reader(parser, prompt))
+    assert parts == tuple(expected)
+    assert reason == ("tool_calls" if parts[2] else "stop")
 
 
 @pytest.mark.parametrize(("parser", "prompt", "text", "thought", "content", "calls"), ANSWERS)
 def test_letter_by_letter_and_whole(
     parser: str | None, prompt: str, text: str, thought: str | None, content: str, calls: Any
 ) -> None:
-    message, _ = read([*text, ""], reader(parser, prompt))
-    assert (message.reasoning_content, message.content, message.tool_calls) == (thought, content, calls)
-    whole, reason = reader(parser, prompt).read(OutputDelta(0, text, None, "stop", None), is_whole=True)
-    assert [[c.function.name, c.function.arguments] for c in whole.tool_calls or ()] == (calls or [])  # type: ignore[union-attr]
-    assert (whole.reasoning_content, whole.content or "") == (thought, content)
-    assert all(call.index is None and call.id for call in whole.tool_calls or ())
-    assert reason == ("tool_calls" if calls else "stop")
+    reason = "tool_calls" if calls else "stop"
+    assert read([*text, ""], reader(parser, prompt)) == ((thought, content, calls), reason)
+    assert read_whole(text, parser, prompt) == ((thought, content, calls), reason)
 
 
 BROKEN = [
@@ -134,10 +141,9 @@ BROKEN = [
 def test_arguments_that_are_no_json(arguments: str) -> None:
     """A whole answer has no call, and the text as it stands. A stream has delivered them by the time it is known."""
     text = f'So: <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-    whole, reason = reader().read(OutputDelta(0, text, None, "stop", None), is_whole=True)
-    assert (whole.content, whole.tool_calls, reason) == (text, None, "stop")
-    streamed, reason = read([*text, ""], reader())
-    assert streamed.tool_calls is not None and streamed.tool_calls[0][0] == "f" and reason == "tool_calls"  # type: ignore[index]
+    assert read_whole(text) == ((None, text, None), "stop")
+    (_, _, calls), reason = read([*text, ""], reader())
+    assert calls is not None and calls[0][0] == "f" and reason == "tool_calls"
 
 
 FRAGMENTS = [  # of answers: tags and calls, torn and whole, and what stands around them
@@ -154,10 +160,9 @@ def test_no_text_is_lost_or_made(parser: str | None, prompt: str, text: str, cut
     """Whatever the text: torn or whole it reads the same, and without a thought or a call it is the content as it stands."""
     whole, _ = read([text], reader(parser, prompt))
     assert read(torn(text, cuts), reader(parser, prompt))[0] == whole
-    if parser is None and whole.tool_calls is None:
-        assert whole.content == text
-    for _, arguments in whole.tool_calls or ():  # type: ignore[misc]
-        assert arguments.startswith("{")  # type: ignore[has-type]
+    if parser is None and whole[2] is None:
+        assert whole[1] == text
+    assert all(arguments.startswith("{") for _, arguments in whole[2] or ())
 
 
 def thought_and_answer(parser: str, begun: str, text: str) -> tuple[str, str]:
@@ -174,8 +179,8 @@ def thought_and_answer(parser: str, begun: str, text: str) -> tuple[str, str]:
 
 @given(parser=st.sampled_from(["qwen3", "deepseek_r1"]), prompt=PROMPTS, text=TEXTS, cuts=CUTS)
 def test_a_thought_by_the_rule(parser: str, prompt: str, text: str, cuts: list[int]) -> None:
-    message, _ = read(torn(text, cuts), reader(parser, prompt, tools=False))
-    assert (message.reasoning_content or "", message.content) == thought_and_answer(parser, prompt, text)
+    (thought, content, _), _ = read(torn(text, cuts), reader(parser, prompt, tools=False))
+    assert (thought or "", content) == thought_and_answer(parser, prompt, text)
 
 
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
@@ -193,7 +198,7 @@ def test_a_thought_that_the_client_began(parser: str, begun: str, text: str, tho
     """The last tag in what the client wrote decides, and no tag of an earlier message; nor does another text say otherwise."""
     for head in ("user: <think> </think>\nassistant: ", "user: a</think>\nassistant: <think>\n\n</think>\n\n"):
         splitter = ReasoningSplitter(parser, head + begun, begun)
-        assert read([*text, ""], MessageReader(splitter, None))[0] == ChatMessage("assistant", content, thought or None)
+        assert read([*text, ""], MessageReader(splitter, None))[0] == (thought or None, content, None)
 
 
 def test_a_long_call_costs_what_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,42 +222,18 @@ def test_a_long_call_costs_what_it_is_long(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_answer_that_is_cut_off_in_a_call() -> None:
     """What has come of the arguments is there, and the reason says that it is not all."""
-    message, reason = read([CALL[:48]], reader(), finish="length")
-    assert (message.tool_calls, reason) == ([["f", CALL[39:48]]], "length")
+    assert read([CALL[:48]], reader(), finish="length") == ((None, "", [["f", CALL[39:48]]]), "length")
 
 
 def test_only_one_call() -> None:
-    message, _ = read([f"{CALL}\n{CALL}"], reader(only_one=True))
-    assert message.tool_calls is not None and len(message.tool_calls) == 1
+    text = f"{CALL}\n{CALL}"
+    assert len(read([text], reader(only_one=True))[0][2] or ()) == 1
+    assert len(read_whole(text, None, "", True, True)[0][2] or ()) == 1
 
 
-class TestTools:
-    TOOLS = (
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
-        {"type": "function", "function": {"name": "g"}},
-    )
-
-    def test_none_is_offered(self) -> None:
-        assert offered(list(self.TOOLS), "none") == [] == offered(None, "auto") == offered([], "none")
-        assert len(offered(list(self.TOOLS), None)) == 2
-
-    def test_grammar(self) -> None:
-        """Each function has its own schema; a named one is called once."""
-        lines = call_grammar(list(self.TOOLS), "required", True).splitlines()
-        assert lines[:3] == ["start: calls", 'calls: call ("\\n" call)*', "call: call_0 | call_1"]
-        named = call_grammar(list(self.TOOLS), {"function": {"name": "g"}}, True)
-        assert "call: call_0\n" in named and '"f' not in named and "calls: call\n" in named
-
-    def test_messages(self) -> None:
-        """Arguments come as text, and templates want an object."""
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": 1})}}
-        told = checked({"role": "assistant", "content": None, "tool_calls": [call]}, 0)
-        assert told["content"] == "" and told["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-        assert checked({"role": "tool", "tool_call_id": "1", "content": "12"}, 0)["content"] == "12"
-
-    @pytest.mark.parametrize("arguments", ['{"a": "cut o', "[1]", "null", "9" * 5000, "[" * 9000])
-    def test_a_call_that_was_cut_stays_text(self, arguments: str) -> None:
-        """The conversation goes on: the template gets what the model wrote."""
-        call = {"function": {"name": "f", "arguments": arguments}}
-        told = checked({"role": "assistant", "tool_calls": [call]}, 0)
-        assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+@pytest.mark.parametrize("arguments", ['{"a": "cut o', "[1]", "null", "9" * 5000, "[" * 9000])
+def test_a_call_that_was_cut_stays_text(arguments: str) -> None:
+    """In a message, where templates want an object: the conversation goes on, and the template gets what the model wrote."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    (told,) = checked([{"role": "assistant", "tool_calls": [call]}])
+    assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}

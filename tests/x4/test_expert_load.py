@@ -16,7 +16,7 @@ from folovllm.config import EngineConfig
 from folovllm.electives.moe.expert_load import CountedLoad
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.errors import Unavailable
-from folovllm.electives.server.metrics import Metrics
+from folovllm.electives.server.metrics import metrics_page
 from folovllm.engine.events import Event, ExpertsAsked
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.metrics import imbalance
@@ -100,7 +100,7 @@ def test_prometheus_gets_counts() -> None:
         async with AsyncEngine(config) as engine:
             *_, output = [output async for output in engine.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS)]
             load, _ = await asyncio.gather(engine.call("expert_load"), engine.call("expert_load"))
-            text = Metrics("tiny", engine.stats, engine.counters, load, False).text().decode()
+            text = metrics_page("tiny", engine.stats, engine.counters, load, False).decode()
         with pytest.raises(Unavailable):
             engine.call("expert_load")
         return text, by_transformers("qwen3_moe", computed([output]))

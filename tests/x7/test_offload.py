@@ -18,7 +18,7 @@ from folovllm.electives.kv_transfer.index import HostIndex
 from folovllm.electives.rollouts.sleep import sleep, wake_up
 from folovllm.electives.rollouts.weights import get_weights, update_weights
 from folovllm.electives.server.aggregator import Aggregator
-from folovllm.electives.server.metrics import Counters, Metrics
+from folovllm.electives.server.metrics import Counters, metrics_page
 from folovllm.engine.events import BlocksMoved, Event
 from folovllm.engine.llm_engine import LLMEngine
 from tests.helpers import prompts, tiny_checkpoint
@@ -281,7 +281,7 @@ def test_listeners_hear_what_moves(tmp_path: Path) -> None:
     assert sum(step.num_offloaded for step in engine.history) == counts["offloaded_host"]
     assert any("offloaded" in step_line(step) for step in engine.history)
     stats = Aggregator(True).take(moved, []).stats
-    page = Metrics("tiny", stats, Counters(), [], False).text().decode()
+    page = metrics_page("tiny", stats, Counters(), [], False).decode()
     line = next(line for line in page.splitlines() if "kv_blocks_moved_total" in line and 'what="loaded"' in line)
     assert float(line.split()[-1]) == counts["loaded_host"]
 

@@ -24,19 +24,20 @@ from folovllm.electives.server.admission import Admission
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.errors import ApiError
-from folovllm.electives.server.metrics import Metrics
+from folovllm.electives.server.metrics import metrics_page
 from folovllm.electives.server.pages import chat_page
 from folovllm.electives.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
-from folovllm.electives.server.response_handler import ResponseHandler
+from folovllm.electives.server.response_handler import ChatHandler, CompletionHandler, ResponseHandler
 from folovllm.electives.server.sse import EventStream, unless_gone
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.long_prompts import encode_within
 from folovllm.models.files import full_tokenizer
 from folovllm.models.generation_defaults import generation_defaults
 from folovllm.plugins import SLEEP_ROUTES, load_elective
+from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 
-Handler = Callable[..., Awaitable[Response]]
+Handler = Callable[..., Awaitable[Any]]
 R = TypeVar("R", bound=msgspec.Struct)
 
 
@@ -56,7 +57,6 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     # Where a key is needed any name will do: a page from elsewhere does not have the key.
     names = ["*"] if config.api_key else [config.host, *config.allowed_host, *config.inspector_host]
     app.add_middleware(http.HostGuard, names=names, flag="--allowed-host", origins=origins)
-    key = [Depends(api.check_key)] if config.api_key else []
     schemas: dict[str, Any] = {}
 
     def add(path: str, handler: Handler, takes: Any = None, needs_key: bool = True, **options: Any) -> None:
@@ -66,7 +66,8 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
             schemas.update(parts)
             body = {"required": True, "content": {"application/json": {"schema": schema}}}
             options |= {"methods": ["POST"], "openapi_extra": {"requestBody": body}}
-        app.add_api_route(path, handler, dependencies=key if needs_key else [], **options)
+        key = [Depends(api.check_key)] if needs_key and config.api_key else []
+        app.add_api_route(path, handler, dependencies=key, response_model=None, **options)
 
     add("/", api.page, needs_key=False)
     add("/health", api.health, needs_key=False)
@@ -98,7 +99,6 @@ class Api:
     def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
         self._engine, self._config = engine, config
         self._names = config.served_model_name or [engine.config.model]
-        self._keys = [key.encode() for key in config.api_key]
         self._defaults = generation_defaults(engine.setup.path)
         self._admission = Admission(engine, config.max_queued_requests, config.max_queued_tokens)
         self._created = int(time.time())
@@ -112,7 +112,7 @@ class Api:
         """Raise ApiError (401) unless the request brings a key that is known."""
         key = b"" if credentials is None else credentials.credentials.encode()
         # With all keys, so that the time tells nothing.
-        if not any([secrets.compare_digest(key, known) for known in self._keys]):  # noqa: C419
+        if not any([secrets.compare_digest(key, known.encode()) for known in self._config.api_key]):  # noqa: C419
             message = "this server wants a key that it knows: send Authorization: Bearer YOUR_KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -126,9 +126,9 @@ class Api:
             raise ApiError(503, "the engine has ended, or the server is shutting down", code="unavailable")
         return Response()
 
-    async def version(self) -> Response:
+    async def version(self) -> dict[str, Any]:
         """The version of this server."""
-        return JSONResponse({"version": folovllm.__version__})
+        return {"version": folovllm.__version__}
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
@@ -136,35 +136,29 @@ class Api:
         if engine.config.extras.get("count_experts") and engine.is_open:
             load = await engine.call("expert_load")
         speculates = "speculative_config" in engine.config.extras
-        page = Metrics(self._names[0], engine.stats, engine.counters, load, speculates)
-        return Response(page.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        page = metrics_page(self._names[0], engine.stats, engine.counters, load, speculates)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def models(self) -> Response:
+    async def models(self) -> dict[str, Any]:
         """The model, by all its names."""
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
+        return {"object": "list", "data": [await self.model(name) for name in self._names]}
 
-    async def model(self, name: str) -> Response:
+    async def model(self, name: str) -> dict[str, Any]:
         """One of its names."""
         self._check_model(name)
-        return JSONResponse(self._card(name))
-
-    def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "folovllm"}
         return card | {"max_model_len": self._engine.setup.max_model_len}
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._names:
+    def _check_model(self, name: str) -> None:
+        if name not in self._names:
             message = f"there is no model {name!r} here: ask for {self._names[0]}"
             raise ApiError(404, message, "model", "model_not_found")
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         body = await self._read(request, protocol.CompletionRequest)
-        params = completion_params(body, self._defaults)
-        name, n = body.model or self._names[0], params.n
-        decode = self._engine.tokenizer.decode
-        writer = replies.EchoWriter(name, body, n, decode) if body.echo else replies.CompletionWriter(name, body, n)
-        return await self._generate(request, body, prompts_of(body), params, writer)
+        make = partial(CompletionHandler, self._engine, body, body.model or self._names[0])
+        return await self._generate(request, body, prompts_of(body), completion_params(body, self._defaults), make)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -175,8 +169,8 @@ class Api:
         params, make_reader = reading_of(
             body, params, str(prompt.get("prompt")), self._config.reasoning_parser, self._tags_are_special
         )
-        writer = replies.ChatWriter(body.model or self._names[0], body, params.n, make_reader)
-        return await self._generate(request, body, [prompt], params, writer)
+        make = partial(ChatHandler, make_reader, engine, body, body.model or self._names[0])
+        return await self._generate(request, body, [prompt], params, make)
 
     async def _generate(
         self,
@@ -184,7 +178,7 @@ class Api:
         body: protocol.Sampling,
         prompts: list[Prompt],
         params: SamplingParams,
-        writer: replies.CompletionWriter,
+        make: Callable[[list[list[Sequence]]], ResponseHandler[Any]],
     ) -> Response:
         """Answer all prompts. The engine gets none before all are checked and there is room for all."""
         engine = self._engine
@@ -198,10 +192,8 @@ class Api:
         self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
         if engine.bring is not None:
             await unless_gone(request.receive, engine.bring_prefixes(prepared))
-        handler = ResponseHandler(engine, prepared, writer, params.n)
-        if body.stream:
-            return handler.events(body.stream_options or protocol.StreamOptions())
-        return await handler.full(request.receive)
+        handler = make(prepared)
+        return handler.events() if body.stream else await handler.full(request.receive)
 
     def _check_room(self, num_prompts: int, params: SamplingParams, num_tokens: int = 0) -> None:
         """Raise unless the queue has room for `n` sequences of each prompt."""
@@ -236,7 +228,8 @@ class Api:
 
     async def inspector_page(self) -> Response:
         """The inspector's page."""
-        return page_response({"kind": "live", "events": "inspector/events", "needs_key": bool(self._keys)})
+        source = {"kind": "live", "events": "inspector/events", "needs_key": bool(self._config.api_key)}
+        return page_response(source)
 
     async def inspector_file(self, name: str) -> Response:
         """One of its files."""
@@ -273,5 +266,6 @@ class Api:
         self._engine.require_open()
         data = await http.read_json(request, self._config.max_body_size)
         body = protocol.parse(data, kind, self._config.ignore_unknown_fields)
-        self._check_model(getattr(body, "model", None))
+        if (name := getattr(body, "model", None)) is not None:
+            self._check_model(name)
         return body

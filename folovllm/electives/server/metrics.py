@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from folovllm.electives.server.messages import SchedulerStats
 from folovllm.engine.metrics import imbalance
@@ -39,10 +39,11 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def record(self, value: float, times: int = 1) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
+    def record(self, value: float | None, times: int = 1) -> None:
+        """Count a value, if it is known."""
+        if value is not None:
+            self.counts[bisect_left(self.bounds, value)] += times
+            self.sum += value * times
 
 
 class Counters:
@@ -53,104 +54,75 @@ class Counters:
         self.finished = Counter[str]()  # answers, by finish_reason
         self.histograms = {name: Histogram(SECONDS if "seconds" in name else TOKENS) for name in HISTOGRAMS}
 
-    def record(self, name: str, value: float | None, times: int = 1) -> None:
-        """Count a value in a histogram, if it is known."""
-        if value is not None:
-            self.histograms[name].record(value, times)
-
     def record_start(self, request: RequestState, now: float) -> None:
         """An answer's first token is here."""
         self.prompt_tokens += request.metrics.num_prompt_tokens
-        self.record("time_to_first_token_seconds", now - request.metrics.arrival_time)
+        self.histograms["time_to_first_token_seconds"].record(now - request.metrics.arrival_time)
 
     def record_step(self, now: float, before: Mapping[float, int], queue_times: Iterable[float]) -> None:
         """A step's tokens are here; `before` says when, and how many, answers had got their last ones."""
         for last, count in before.items():
-            self.record("inter_token_latency_seconds", now - last, count)
+            self.histograms["inter_token_latency_seconds"].record(now - last, count)
         for seconds in queue_times:
-            self.record("request_queue_time_seconds", seconds)
+            self.histograms["request_queue_time_seconds"].record(seconds)
 
     def record_end(self, request: RequestState) -> None:
         """A request is over."""
         metrics = request.metrics
         self.finished.update(seq.status.value for seq in request.seqs)
-        self.record("request_prompt_tokens", metrics.num_prompt_tokens)
-        self.record("request_generation_tokens", metrics.num_generated_tokens)
-        self.record("e2e_request_latency_seconds", metrics.latency)
-        self.record("request_time_per_output_token_seconds", metrics.tpot)
+        self.histograms["request_prompt_tokens"].record(metrics.num_prompt_tokens)
+        self.histograms["request_generation_tokens"].record(metrics.num_generated_tokens)
+        self.histograms["e2e_request_latency_seconds"].record(metrics.latency)
+        self.histograms["request_time_per_output_token_seconds"].record(metrics.tpot)
 
 
-@dataclass(eq=False)
-class Metrics(Collector):
-    """A page of figures. `model` is a label of each.
+def metrics_page(
+    model: str, stats: SchedulerStats, counters: Counters, expert_load: list[list[int]], speculates: bool
+) -> bytes:
+    """The figures in Prometheus's format. `model` is a label of each.
 
-    Attributes:
+    Args:
         expert_load: tokens that were routed to each expert of each layer, [L][E]; empty if they are not counted.
         speculates: whether the engine verifies draft tokens.
     """
+    families, gauge, counter = list[Metric](), GaugeMetricFamily, CounterMetricFamily
 
-    model: str
-    stats: SchedulerStats
-    counters: Counters
-    expert_load: list[list[int]]
-    speculates: bool
-
-    def text(self) -> bytes:
-        """The page in Prometheus's format."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        return generate_latest(registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """The families of metrics, in the order of the page."""
-        stats, counters, gauge, counter = self.stats, self.counters, GaugeMetricFamily, CounterMetricFamily
-        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        drafts = (
-            ("spec_decode_num_drafts", counter, "Verified drafts.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", counter, "Draft tokens.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", counter, "Accepted draft tokens.", stats.num_accepted),
-        )
-        for name, kind, text, value in (
-            ("num_requests_running", gauge, "Sequences in the batch.", stats.num_running),
-            ("num_requests_waiting", gauge, "Sequences that wait.", stats.num_waiting),
-            ("kv_cache_usage_perc", gauge, "Used share of the KV cache, 1 is all.", used),
-            ("num_preemptions", counter, "Preempted sequences.", stats.num_preemptions),
-            ("prefix_cache_queries", counter, "Tokens looked up in the prefix cache.", stats.prefix_tokens),
-            ("prefix_cache_hits", counter, "Tokens found there.", stats.prefix_tokens_hit),
-            *(drafts if self.speculates else ()),
-            ("prompt_tokens", counter, "Tokens of prompts.", counters.prompt_tokens),
-            ("generation_tokens", counter, "Generated tokens.", counters.generation_tokens),
-        ):
-            yield self._family(kind, f"vllm:{name}", text, [((), value)])
-        if load := self.expert_load:  # vLLM has no such metrics
-            each = [((str(i), str(j)), n) for i, counts in enumerate(load) for j, n in enumerate(counts)]
-            uneven = [((str(i),), imbalance(counts)) for i, counts in enumerate(load)]
-            routed, text = "Tokens that were routed to an expert.", "A layer's busiest expert, 1 is its share."
-            yield self._family(counter, "folovllm:expert_tokens", routed, each, "layer", "expert")
-            yield self._family(gauge, "folovllm:expert_imbalance", text, uneven, "layer")
-        if moved := stats.moved:  # neither has it such metrics of K/V that move
-            by_name = [((*name.split("_"),), count) for name, count in moved.items()]
-            text = "Blocks of K/V that left the device, came back, or were lost."
-            yield self._family(counter, "folovllm:kv_blocks_moved", text, by_name, "what", "place")
-        ends = [((reason,), counters.finished[reason]) for reason in REASONS]
-        yield self._family(counter, "vllm:request_success", "Answers that ended.", ends, "finished_reason")
-        for name, histogram in counters.histograms.items():
-            family = HistogramMetricFamily(f"vllm:{name}", HISTOGRAMS[name], labels=LABELS)
-            # Prometheus counts what is at most a bound, so buckets add up
-            buckets = zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True)
-            family.add_metric((self.model, "0"), list(buckets), histogram.sum)
-            yield family
-
-    def _family(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        text: str,
-        values: Iterable[tuple[tuple[str, ...], float]],
-        *labels: str,
-    ) -> Metric:
-        """A family whose values have `labels` beside those of all."""
+    def add(kind: type[Any], name: str, text: str, value: float | dict[tuple[str, ...], float], *labels: str) -> None:
+        """A family with one value, or with one for each value of these labels."""
         family = kind(name, text, labels=(*LABELS, *labels))
-        for more, value in values:
-            family.add_metric((self.model, "0", *more), value)
-        return family
+        for more, number in (value if isinstance(value, dict) else {(): value}).items():
+            family.add_metric((model, "0", *more), number)
+        families.append(family)
+
+    used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+    add(gauge, "vllm:num_requests_running", "Sequences in the batch.", stats.num_running)
+    add(gauge, "vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
+    add(gauge, "vllm:kv_cache_usage_perc", "Used share of the KV cache, 1 is all.", used)
+    add(counter, "vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions)
+    add(counter, "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_tokens)
+    add(counter, "vllm:prefix_cache_hits", "Tokens found there.", stats.prefix_tokens_hit)
+    if speculates:
+        add(counter, "vllm:spec_decode_num_drafts", "Verified drafts.", stats.num_drafts)
+        add(counter, "vllm:spec_decode_num_draft_tokens", "Draft tokens.", stats.num_draft_tokens)
+        add(counter, "vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.num_accepted)
+    add(counter, "vllm:prompt_tokens", "Tokens of prompts.", counters.prompt_tokens)
+    add(counter, "vllm:generation_tokens", "Generated tokens.", counters.generation_tokens)
+    if expert_load:  # vLLM has no such metrics, nor those of K/V that move
+        each = {(str(i), str(j)): n for i, counts in enumerate(expert_load) for j, n in enumerate(counts)}
+        uneven = {(str(i),): imbalance(counts) for i, counts in enumerate(expert_load)}
+        routed, text = "Tokens that were routed to an expert.", "A layer's busiest expert, 1 is its share."
+        add(counter, "folovllm:expert_tokens", routed, each, "layer", "expert")
+        add(gauge, "folovllm:expert_imbalance", text, uneven, "layer")
+    if stats.moved:
+        moved = {tuple(name.split("_")): count for name, count in stats.moved.items()}
+        text = "Blocks of K/V that left the device, came back, or were lost."
+        add(counter, "folovllm:kv_blocks_moved", text, moved, "what", "place")
+    ends = {(reason,): counters.finished[reason] for reason in REASONS}
+    add(counter, "vllm:request_success", "Answers that ended.", ends, "finished_reason")
+    for name, histogram in counters.histograms.items():
+        family = HistogramMetricFamily(f"vllm:{name}", HISTOGRAMS[name], labels=LABELS)
+        # Prometheus counts what is at most a bound, so buckets add up
+        buckets = zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True)
+        family.add_metric((model, "0"), list(buckets), histogram.sum)
+        families.append(family)
+    return generate_latest(SimpleNamespace(collect=lambda: families))  # type: ignore[arg-type]

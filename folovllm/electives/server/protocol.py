@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import defstruct
 
 from folovllm.electives.server.errors import ApiError
 
@@ -16,6 +17,51 @@ StopIds = Annotated[list[int], msgspec.Meta(max_length=1024)]
 AllowedIds = Annotated[list[int], msgspec.Meta(max_length=1 << 18)]
 Bias = Annotated[dict[str, float], msgspec.Meta(max_length=1 << 16)]
 Ids = Annotated[list[int], msgspec.Meta(max_length=1 << 20)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+CALLED = defstruct("Called", [("name", str), ("arguments", str | dict[str, Any] | None, None)])
+CALL = defstruct("Call", [("function", CALLED)])
+# What must be true of a message and of a tool: the model's template gets them as they came, with all else that is in them.
+MESSAGE = defstruct(
+    "Message",
+    [
+        ("role", str),
+        ("content", str | list[Any] | None, None),
+        ("tool_calls", list[CALL] | None, None),  # type: ignore[valid-type]
+        ("function_call", None, None),  # these two are not supported
+        ("audio", None, None),
+    ],
+)
+PARAMETERS = defstruct("Parameters", [("type", Literal["object"], "object")])
+FUNCTION = defstruct("Function", [("name", Name), ("parameters", PARAMETERS | None, None)])
+TOOL = defstruct("Tool", [("type", Literal["function"]), ("function", FUNCTION)])
+
+
+class FunctionName(msgspec.Struct):
+    """A function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """A tool that must be called."""
+
+    function: FunctionName
+
+
+class NamedSchema(msgspec.Struct):
+    """A JSON schema. Unless it is `strict`, keywords that cannot be kept are passed over."""
+
+    schema: dict[str, Any] | bool
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """What an answer must be, as OpenAI's API says it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,14 +100,14 @@ class Sampling(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: int = 0
     cache_salt: str | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[Any]  # or token ids, or several of either: `requests.prompts_of`
+    prompt: str | list[int | str | list[int]]  # or token ids, or several of either: `requests.prompts_of`
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -79,7 +125,7 @@ class ChatRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -98,7 +144,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -109,6 +155,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 
 # Sent by clients for the sake of other servers: whatever they say, nothing changes here.
 HARMLESS = (
@@ -140,9 +187,14 @@ def parse(body: bytes, kind: type[R], ignore_unknown: bool = False) -> R:
         if not ignore_unknown:
             what = kind.__name__.removesuffix("Request").lower()
             raise ApiError(400, f"unknown field {name!r} in a {what} request: leave it out", name, "unknown_parameter")
+    return converted(fields, kind)
+
+
+def converted(value: Any, kind: type[T], name: str = "") -> T:
+    """The value of a field, or all of them, as a type. Raises ApiError (400) that names the field which is wrong."""
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        message, _, path = str(error).partition(" - at `$.")
-        param = re.split(r"[^\w]", path)[0] or None
-        raise ApiError(400, f"{path.rstrip('`') or 'the request'}: {message}", param) from error
+        message, _, path = str(error).partition(" - at `$")
+        where = (name + path.rstrip("`")).removeprefix(".")
+        raise ApiError(400, f"{where or 'the request'}: {message}", re.split(r"[^\w]", where)[0] or None) from error

@@ -35,37 +35,26 @@ class ReasoningSplitter:
     def feed(self, text: str, last: bool = False) -> tuple[str, str]:
         """What `text` adds to the thought, and to the answer. With `last` nothing is held back any more."""
         self._pending += text
+        if self._may_open and not self.is_over:
+            begins = self._pending.lstrip()
+            if begins != OPENING and OPENING.startswith(begins) and not last:
+                return "", ""
+            self._may_open = False
+            if begins.startswith(OPENING):
+                self._thinks, self._pending = True, begins.removeprefix(OPENING)
+            elif not self._thinks:
+                self.is_over, self._at_start = True, False
         thought = ""
-        if not self.is_over and self._may_open:
-            self._look_for_opening(last)
-        if not self.is_over and not self._may_open:
-            thought = self._look_for_closing(last)
         if not self.is_over:
-            return thought, ""
+            thought, tag, rest = self._pending.partition(CLOSING)
+            held = 0 if tag or last else common_part(thought, CLOSING)
+            thought, self._pending = thought[: len(thought) - held], thought[len(thought) - held :]
+            thought = self._begin(thought)
+            if not tag:
+                return thought, ""
+            self._pending, self.is_over, self._at_start = rest, True, True
         answer, self._pending = self._pending, ""
         return thought, self._begin(answer)
-
-    def _look_for_opening(self, last: bool) -> None:
-        """Find out whether the text begins with a thought, if that is known by now."""
-        begins = self._pending.lstrip()
-        if begins.startswith(OPENING):
-            self._thinks, self._pending = True, begins[len(OPENING) :]
-        elif OPENING.startswith(begins) and not last:
-            return
-        self._may_open = False
-        if not self._thinks:
-            self.is_over, self._at_start = True, False
-
-    def _look_for_closing(self, last: bool) -> str:
-        """As much of the text as is certainly thought."""
-        thought, tag, rest = self._pending.partition(CLOSING)
-        if tag:
-            thought, self._pending = self._begin(thought), rest
-            self.is_over = self._at_start = True
-            return thought
-        held = 0 if last else common_part(thought, CLOSING)
-        self._pending = thought[len(thought) - held :]
-        return self._begin(thought[: len(thought) - held])
 
     def _begin(self, text: str) -> str:
         """`text` without the new lines that it begins with, where a part begins."""

@@ -8,11 +8,18 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from folovllm.electives.server import reasoning
 from folovllm.electives.server.errors import ApiError
-from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from folovllm.electives.server.protocol import (
+    MESSAGE,
+    TOOL,
+    ChatRequest,
+    CompletionRequest,
+    NamedTool,
+    Sampling,
+    TokenizeRequest,
+    converted,
+)
 from folovllm.electives.server.reasoning import ReasoningSplitter
 from folovllm.electives.server.replies import MessageReader
 from folovllm.electives.server.tool_calls import CLOSING, OPENING, ToolCallParser
@@ -24,17 +31,10 @@ from folovllm.engine.long_prompts import encode_within, too_long
 from folovllm.engine.prompt_forms import TokensPrompt
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
-A_CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "a JSON object, as text"}}'
 TAGS = (reasoning.OPENING, reasoning.CLOSING, OPENING, CLOSING)
-ToolChoice = str | dict[str, Any] | None
-CHOICES = ("none", "auto", "required")
 SAME = set(Sampling.__struct_fields__) & SamplingParams.__dataclass_fields__.keys()  # handed on as they are
-ONE_PROMPT: tuple[Any, ...] = (str, list[int])
-PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
-FORMATS = (
-    '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
-)
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
+Tools = list[dict[str, Any]]
 
 
 def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -47,6 +47,7 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -
         fields |= {"max_tokens": 1, "prompt_only": True}
     if request.echo and request.logprobs is not None:
         fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    fields["structured_outputs"] = _described(request)
     return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), fields)
 
 
@@ -57,9 +58,15 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingPa
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens")
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    described, tools = _described(request), offered(request)
+    if tools and must_call(request):
+        described = StructuredOutputsParams(grammar=call_grammar(request, tools))
+    elif tools and described is not None and request.response_format is not None:  # a document, or a call
+        described = StructuredOutputsParams(grammar=call_grammar(request, tools, described.schema()))
     fields = {
         "max_tokens": other if most is None else most,
         "logprobs": request.top_logprobs or 0 if request.logprobs else None,
+        "structured_outputs": described,
     }
     return _params(request, {"max_tokens": None} | dict(defaults), fields)
 
@@ -70,64 +77,40 @@ def _params(request: Sampling, defaults: dict[str, Any], fields: dict[str, Any])
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
     fields = {name: getattr(request, name) for name in SAME} | fields
-    fields["structured_outputs"] = _structured_output(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     set_fields = {name: value for name, value in fields.items() if value is not None}
     return SamplingParams(**(defaults | set_fields), output_kind=kind)
 
 
-def _structured_output(request: Sampling) -> StructuredOutputsParams | None:
-    """What the answer must be: by `response_format`, `structured_outputs`, or tools that must be called. None: anything.
-
-    Raises ApiError for an unknown kind, or for two of them.
-    """
-    params = _of_format(request.response_format)
-    if request.structured_outputs is not None:
-        if params is not None:
-            raise ApiError(400, "response_format and structured_outputs: give one of them", "structured_outputs")
-        params = _made(request.structured_outputs, "structured_outputs")
-    if not isinstance(request, ChatRequest) or not (tools := offered(request.tools, request.tool_choice)):
-        return params
-    several = request.parallel_tool_calls is not False
-    if must_call(request.tool_choice):
-        return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several))
-    if params is not None and request.response_format is not None:  # a document, or a call
-        return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several, params.schema()))
-    return params
-
-
-def _of_format(response_format: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    kind = None if response_format is None else response_format.get("type")
-    if response_format is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    described = response_format.get("json_schema")
-    if kind != "json_schema" or not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
-        raise ApiError(400, f"response_format must be {FORMATS}", "response_format")
-    strict = described.get("strict")
-    return _made({"json": described["schema"], "strict": False if strict is None else strict}, "response_format")
-
-
-def _made(fields: dict[str, Any], param: str) -> StructuredOutputsParams:
-    """The parameters that a request describes. Raises ApiError that names `param`."""
+def _described(request: Sampling) -> StructuredOutputsParams | None:
+    """What the answer must be by `response_format` or `structured_outputs`. None: anything. Raises ApiError for both of them."""
+    asked, described = request.response_format, request.structured_outputs
+    name, fields = "structured_outputs", described
+    if asked is not None and asked.type != "text":
+        if described is not None:
+            raise ApiError(400, "response_format and structured_outputs: give one of them", name)
+        name, fields = "response_format", {"json_object": True}
+        if asked.type == "json_schema":
+            if asked.json_schema is None:
+                raise ApiError(400, 'response_format needs "json_schema": {"name": ..., "schema": ...}', name)
+            fields = {"json": asked.json_schema.schema, "strict": bool(asked.json_schema.strict)}
     try:
-        return StructuredOutputsParams(**fields)
+        return None if fields is None else StructuredOutputsParams(**fields)
     except TypeError as error:
-        raise ApiError(400, f"{param}: unknown field {str(error).split()[-1]}", param) from error
+        raise ApiError(400, f"{name}: unknown field {str(error).split()[-1]}", name) from error
     except ValueError as error:
-        raise ApiError(400, str(error), param) from error
+        raise ApiError(400, str(error), name) from error
 
 
 def prompts_of(request: CompletionRequest) -> list[Prompt]:
     """The prompts of a completion: a text, texts, ids, or lists of ids."""
-    for kind in PROMPTS:
-        try:
-            prompts = msgspec.convert(request.prompt, kind)
-        except msgspec.ValidationError:
-            continue
-        return [prompts] if kind in ONE_PROMPT else prompts
-    raise ApiError(400, "prompt must be a text, a list of texts, token ids, or a list of lists of token ids", "prompt")
+    prompt: Any = request.prompt
+    kinds = {type(part) for part in prompt}
+    if isinstance(prompt, str) or kinds <= {int}:
+        return [prompt]
+    if len(kinds) > 1:
+        raise ApiError(400, "prompt must be a text, a list of texts, token ids, or a list of lists of ids", "prompt")
+    return list(prompt)
 
 
 def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
@@ -136,48 +119,27 @@ def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeReque
         raise too_long(f"at least {count}", limit)
     text = render(
         tokenizer,
-        [checked(message, i) for i, message in enumerate(request.messages or [])],
+        checked(request.messages or []),
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
-        tools=offered(request.tools, request.tool_choice) or None,
+        tools=offered(request) or None,
         chat_template_kwargs=request.chat_template_kwargs,
     )
     return TokensPrompt(prompt=text, prompt_token_ids=encode_within(limit, tokenizer, text, add_special_tokens=False))
 
 
-def checked(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message whose content is text, as a text or in parts, as templates want it. Raises ApiError that names its `number`."""
-    if problem := _problem(message):
-        raise ApiError(400, f"messages[{number}]: {problem}", "messages")
-    plain = dict(message)
-    if calls := plain.pop("tool_calls", None):
-        plain["tool_calls"] = [_with_object(call) for call in calls]
-    content = message.get("content")
-    return {**plain, "content": "" if content is None else content}
-
-
-def _problem(message: dict[str, Any]) -> str | None:
-    """What is wrong with a message, and what to do."""
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
-    if not isinstance(role, str):
-        return 'each message needs a role: {"role": "user", "content": "..."}'
-    for name in ("function_call", "audio"):
-        if message.get(name):
-            return f"{name} in a message is not supported by this server: leave it out"
-    if not isinstance(content, str | list | None):
-        return "the content of a message must be a text, or a list of text parts"
-    if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        return f"tool_calls in a message must be a list of {A_CALL}"
-    if content is None and role != "assistant":
-        return f"a message of {role!r} needs content: a text, or a list of text parts"
-    return None
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return False
-    return isinstance(function.get("name"), str) and isinstance(function.get("arguments"), str | dict | None)
+def checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates want them: content is a text or parts, arguments of calls are objects. Raises ApiError for what is no message."""
+    converted(messages, list[MESSAGE], "messages")  # type: ignore[valid-type]
+    plain = []
+    for i, message in enumerate(messages):
+        if (content := message.get("content")) is None and message["role"] != "assistant":
+            says = f"messages[{i}]: a message of {message['role']!r} needs content: a text, or a list of text parts"
+            raise ApiError(400, says, "messages")
+        calls = list(map(_with_object, message.get("tool_calls") or ()))
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        plain.append(rest | {"content": "" if content is None else content} | ({"tool_calls": calls} if calls else {}))
+    return plain
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -190,74 +152,48 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": read if isinstance(read, dict) else arguments}}
 
 
-def offered(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> list[dict[str, Any]]:
+def offered(request: ChatRequest | TokenizeRequest) -> Tools:
     """The tools that the model is to know of: none if it may call none. Raises ApiError for what is no tool."""
-    for tool in tools or ():
-        if tool.get("type") != "function" or not _is_function(tool.get("function")):
-            shape = '{"type": "function", "function": {"name": ..., "parameters": {a JSON schema of an object}}}'
-            raise ApiError(400, f"each of the tools must be {shape}", "tools")
-    named = name_of(choice)
-    if choice is not None and named is None and choice not in CHOICES:
-        wanted = f'{", ".join(CHOICES)} or {{"type": "function", "function": {{"name": ...}}}}'
-        raise ApiError(400, f"tool_choice must be {wanted}, not {choice!r}", "tool_choice")
-    if not tools and choice not in (None, "none", "auto"):
+    tools, choice = request.tools or [], request.tool_choice
+    converted(tools, list[TOOL], "tools")  # type: ignore[valid-type]
+    if not tools and must_call(request):
         raise ApiError(400, "tool_choice needs tools", "tool_choice")
-    if named is not None and named not in [tool["function"]["name"] for tool in tools or ()]:
-        raise ApiError(400, f"tool_choice names {named!r}, which is none of the tools", "tool_choice")
-    return [] if choice == "none" else list(tools or ())
+    if isinstance(choice, NamedTool) and choice.function.name not in [tool["function"]["name"] for tool in tools]:
+        message = f"tool_choice names {choice.function.name!r}, which is none of the tools"
+        raise ApiError(400, message, "tool_choice")
+    return [] if choice == "none" else tools
 
 
-def _is_function(function: Any) -> bool:
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        return False
-    parameters = function.get("parameters")
-    return parameters is None or (isinstance(parameters, dict) and parameters.get("type", "object") == "object")
-
-
-def name_of(choice: ToolChoice) -> str | None:
-    """The one function that must be called, if the choice names one."""
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
-
-
-def must_call(choice: ToolChoice) -> bool:
+def must_call(request: ChatRequest | TokenizeRequest) -> bool:
     """Whether the answer must be a call."""
-    return choice == "required" or name_of(choice) is not None
+    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
 
 
-def call_grammar(
-    tools: list[dict[str, Any]], choice: ToolChoice, several: bool, instead: dict[str, Any] | bool | None = None
-) -> str:
-    """A grammar, in Lark's notation, of an answer that consists of calls.
+def call_grammar(request: ChatRequest, tools: Tools, instead: dict[str, Any] | bool | None = None) -> str:
+    """A grammar, in Lark's notation, of an answer that consists of calls: of several unless the request wants one, or names one.
 
-    Args:
-        choice: names the one function that may be called, or allows all.
-        several: whether there may be more calls than one; a named function is called once.
-        instead: a JSON schema of what may be said in place of a call.
+    `instead` is a JSON schema of what may be said in place of a call.
     """
-    named = name_of(choice)
-    functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    choice, functions = request.tool_choice, [tool["function"] for tool in tools]
+    if isinstance(choice, NamedTool):
+        functions = [function for function in functions if function["name"] == choice.function.name]
+    has_one = isinstance(choice, NamedTool) or request.parallel_tool_calls is False
     lines = ["start: answer | calls" if instead is not None else "start: calls"]
-    lines += ['calls: call ("\\n" call)*' if several and named is None else "calls: call"]
+    lines += ["calls: call" if has_one else 'calls: call ("\\n" call)*']
     lines += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
     for i, function in enumerate(functions):
         head = f'{OPENING}\n{{"name": {json.dumps(function["name"])}, "arguments": '
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        schema = {"type": "object"} | (function.get("parameters") or {"properties": {}})
         lines.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}' + chr(10) + CLOSING)}")
-        lines.append(f"arguments_{i}: %json {_json(schema, bool(function.get('strict')), is_object=True)}")
+        lines.append(f"arguments_{i}: %json {_json(schema, bool(function.get('strict')))}")
     if instead is not None:
-        lines.append(f"answer: %json {_json(instead, True)}")
+        lines.append(f"answer: %json {_json({} if isinstance(instead, bool) else instead, True)}")
     return "\n".join(lines)
 
 
-def _json(schema: dict[str, Any] | bool, strict: bool, is_object: bool = False) -> str:
+def _json(schema: dict[str, Any], strict: bool) -> str:
     """A schema with how its documents are written."""
-    if isinstance(schema, bool):
-        schema = {}
-    options = {"lenient": not strict, "whitespace_pattern": WHITESPACE}
-    kind = {"type": "object"} if is_object and "type" not in schema else {}
-    return json.dumps({**schema, **kind, "x-guidance": options})
+    return json.dumps(schema | {"x-guidance": {"lenient": not strict, "whitespace_pattern": WHITESPACE}})
 
 
 def reading_of(
@@ -271,7 +207,7 @@ def reading_of(
     Args:
         parser: which way the model thinks; None: thoughts stay in the content.
     """
-    has_tools = bool(offered(request.tools, request.tool_choice))
+    has_tools = bool(offered(request))
     if parser is None and not has_tools:
         return params, MessageReader
     if request.skip_special_tokens is None and tags_are_special:
@@ -281,9 +217,8 @@ def reading_of(
         params = replace(params, structured_outputs=replace(params.structured_outputs, after=reasoning.CLOSING))
 
     def make_reader() -> MessageReader:
-        return MessageReader(
-            copy(splitter), ToolCallParser(request.parallel_tool_calls is False) if has_tools else None
-        )
+        parser = ToolCallParser(request.parallel_tool_calls is False, not request.stream) if has_tools else None
+        return MessageReader(copy(splitter), parser)
 
     return params, make_reader
 

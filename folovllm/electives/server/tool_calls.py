@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
+from collections.abc import Callable, Generator
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from folovllm.electives.server.reasoning import common_part
-from folovllm.electives.structured_output.params import refuse_constant
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL)
 SPACE, NO_CALL = re.compile(r"\s*"), re.compile(r"[^{<]*")
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+T = TypeVar("T")
 
 
-class Function(msgspec.Struct, omit_defaults=True):
-    """The function that is called, or what is new of it."""
+class WrittenCall(msgspec.Struct):
+    """A call as the model writes it. Arguments may be an object, or the text of one."""
 
-    arguments: str
-    name: str | None = None
-
-
-class ToolCall(msgspec.Struct, omit_defaults=True):
-    """A call, or in a stream what is new of it: `id`, `type` and the name come once, with the first piece."""
-
-    index: int | None = None
-    id: str | None = None
-    type: str | None = None
-    function: Function | None = None
+    name: Name
+    arguments: msgspec.Raw = msgspec.Raw(b"")
+    parameters: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class ToolCallParser:
@@ -43,138 +37,125 @@ class ToolCallParser:
     Each character is looked at once: what is kept of the text between two pieces is shorter than a tag.
     """
 
-    def __init__(self, only_one: bool = False) -> None:
-        """`only_one`: calls after the first are dropped."""
-        self._only_one = only_one
-        self.is_whole = False  # the text comes in one piece
+    def __init__(self, only_one: bool = False, is_whole: bool = False) -> None:
+        """`only_one`: calls after the first are dropped. `is_whole`: the text comes in one piece."""
+        self._only_one, self._is_whole, self._is_last = only_one, is_whole, False
         self.num_calls = 0
         self._text, self._at = "", 0  # what was not read begins at `_at`
-        self._step = self._read_content  # reads on; returns whether another step may
         self._held: list[str] = []  # text that was read and may still be content, up to a tag
-        self._object, self._body = JsonObject(), list[str]()  # what is being read within tags, and its text
         self._has_called = False  # since the opening tag; and no content came behind the closing one
-        self._content, self._calls = list[str](), list[ToolCall]()  # what the piece adds
+        self._content, self._calls = list[str](), list[dict[str, Any]]()  # what the piece adds
+        self._reading = self._read()
 
-    def feed(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
-        """What `text` adds to the content, and to the calls. With `last` nothing is held back any more."""
-        self._text, self._at = self._text[self._at :] + text, 0
+    def feed(self, text: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """What `text` adds to the content, and to the calls, as OpenAI's API has them. With `last` nothing is held back any more.
+
+        In a stream `id`, `type` and the name come once, with a call's first piece.
+        """
+        self._text, self._at, self._is_last = self._text[self._at :] + text, 0, last
         self._content, self._calls = [], []
-        while self._step(last):
-            pass
-        return "".join(self._content), [call for call in self._calls if not (self._only_one and call.index)]
+        next(self._reading, None)
+        calls = [call for call in self._calls if not (self._only_one and call["index"])]
+        for call in calls if self._is_whole else ():
+            del call["index"]
+        return "".join(self._content), calls
 
-    def _read_content(self, last: bool) -> bool:
-        """Text up to the next tag; space before one is held back, too, for it may not be content."""
-        tag = self._text.find(OPENING, self._at)
-        tail = self._text[max(self._at, len(self._text) - len(OPENING)) :]
-        end = tag if tag >= 0 else len(self._text) - (0 if last else common_part(tail, OPENING))
-        text, self._at = self._text[self._at : end], end
-        if self._keep(text):
-            self._has_called = False
-        if tag >= 0:
-            self._at += len(OPENING)
-            self._held.append(OPENING)
-            self._step, self._has_called = self._read_between, False
-        elif last and not self._has_called:
-            self._content += self._held
-        return tag >= 0
+    def _read(self) -> Generator[None]:
+        """Read to the end of the text; each `yield` waits for more of it. Space before a tag is held back, for it may not be content."""
+        while True:
+            tag = self._text.find(OPENING, self._at)
+            tail = self._text[max(self._at, len(self._text) - len(OPENING)) :]
+            end = tag if tag >= 0 else len(self._text) - (0 if self._is_last else common_part(tail, OPENING))
+            text, self._at = self._text[self._at : end], end
+            if self._keep(text):
+                self._has_called = False
+            if tag >= 0:
+                self._at += len(OPENING)
+                self._held.append(OPENING)
+                yield from self._read_calls()
+            elif not self._is_last:
+                yield
+            else:
+                self._content += [] if self._has_called else self._held
+                return
 
-    def _read_between(self, last: bool) -> bool:
-        """Up to the next call or the closing tag. Behind a call all else but space is content; without one the tag is, too."""
-        passed = (NO_CALL if self._has_called else SPACE).match(self._text, self._at)
-        assert passed is not None
-        self._at = passed.end()
-        self._keep(passed[0])
-        rest = self._text[self._at : self._at + len(CLOSING)]
-        if rest.startswith("{"):
-            self._object, self._body, self._step = JsonObject(), [], self._read_head
-        elif CLOSING.startswith(rest) and rest != CLOSING and (self._has_called or not last):
-            return False
-        elif not self._has_called:
-            self._give_up()
-        elif rest == CLOSING:
-            self._at += len(CLOSING)
-            self._held, self._step = [], self._read_content
+    def _read_calls(self) -> Generator[None]:
+        """Read up to the closing tag. Behind a call all else but space is content; without one the opening tag is, too."""
+        self._has_called = False
+        while True:
+            passed = (NO_CALL if self._has_called else SPACE).match(self._text, self._at)
+            assert passed is not None
+            self._at = passed.end()
+            self._keep(passed[0])
+            rest = self._text[self._at : self._at + len(CLOSING)]
+            is_torn = rest != CLOSING and CLOSING.startswith(rest)
+            if rest.startswith("{"):
+                yield from self._read_object()
+                if not self._has_called:
+                    return
+            elif is_torn and not self._is_last:
+                yield
+            elif not self._has_called:
+                self._give_up()
+                return
+            elif is_torn or rest == CLOSING:
+                self._at += len(rest)
+                self._held = []
+                return
+            else:
+                self._at += 1
+                self._keep("<")
+
+    def _read_object(self) -> Generator[None]:
+        """Read an object: a call that begins in the usual order as it comes, any other up to its end. What is no call is content."""
+        object_, body = JsonObject(), list[str]()
+        yield from self._take(object_, (0, 2), body.append)
+        head = HEAD.fullmatch("".join(body)) if object_.depth == 2 and not self._is_whole else None
+        if head is not None and (name := decoded(head[1], Name)) is not None:
+            self._begin(name, "{")
+            yield from self._take(object_, (1,), self._add)
+            yield from self._take(object_, (0,), lambda behind: None)
+            return
+        if object_.depth:
+            yield from self._take(object_, (0,), body.append)
+        if object_.depth == 0 and (call := call_in("".join(body))) is not None:
+            self._begin(*call)
         else:
-            self._at += 1
-            self._keep("<")
-        return True
+            self._give_up(*body)
+
+    def _take(self, object_: JsonObject, depths: tuple[int, ...], hand_on: Callable[[str], object]) -> Generator[None]:
+        """Hand on the text up to where the object is as deep as one of these, breaks off, or ends."""
+        while True:
+            start, self._at = self._at, object_.read(self._text, self._at, depths)
+            hand_on(self._text[start : self._at])
+            if object_.depth in depths or object_.is_broken or self._is_last:
+                return
+            yield
 
     def _keep(self, text: str) -> bool:
         """Add text to the content, but hold space at its end back. Returns whether there is more than that."""
         if words := text.rstrip():
-            self._content += [*self._held, words]
-            self._held = []
+            self._give_up(words)
         self._held.append(text[len(words) :])
         return bool(words)
 
-    def _read_head(self, last: bool) -> bool:
-        """An object, as far as it may begin as a call does: up to the first object or list in it."""
-        self._body.append(self._take(0, 2))
-        if self._object.depth == 1 and not (last or self._object.is_broken):
-            return False
-        may_begin = self._object.depth == 2 and not self.is_whole
-        head = HEAD.fullmatch("".join(self._body)) if may_begin else None
-        name = None if head is None else name_in(head[1])
-        self._step = self._read_whole if name is None else self._read_arguments
-        if name is not None:
-            self._begin(name, "{")
-        return True
-
-    def _read_whole(self, last: bool) -> bool:
-        """An object of a whole answer, or one that is written in another order, up to its end: a call, or text."""
-        if self._object.depth:  # else its end was read with its head
-            self._body.append(self._take(0))
-        call = call_in("".join(self._body)) if self._object.depth == 0 else None
-        if call is not None:
-            self._begin(*call)
-            self._step = self._read_between
-        elif not self._object.depth or self._object.is_broken or last:
-            self._give_up()
-        else:
-            return False
-        return True
-
-    def _read_arguments(self, last: bool) -> bool:
-        """The arguments of a call that has begun."""
-        self._add(Function(self._take(1)))
-        is_over = self._object.depth == 1 or self._object.is_broken
-        if is_over:
-            self._step = self._read_rest
-        return is_over
-
-    def _read_rest(self, last: bool) -> bool:
-        """What an object has behind its arguments."""
-        self._take(0)
-        is_over = self._object.depth == 0 or self._object.is_broken
-        if is_over:
-            self._step = self._read_between
-        return is_over
-
-    def _take(self, *depths: int) -> str:
-        """The text up to where the object is as deep as one of these, or breaks off."""
-        start, self._at = self._at, self._object.read(self._text, self._at, depths)
-        return self._text[start : self._at]
-
-    def _give_up(self) -> None:
-        """What was held is content."""
-        self._content += [*self._held, *self._body]
-        self._held, self._body = [], []
-        self._step = self._read_between if self._has_called else self._read_content
+    def _give_up(self, *texts: str) -> None:
+        """What was held is content, and so are these texts behind it."""
+        self._content += [*self._held, *texts]
+        self._held = []
 
     def _begin(self, name: str, arguments: str) -> None:
+        self._held, self._has_called = [], True
+        call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        self._calls.append(call | {"function": {"arguments": arguments, "name": name}})
         self.num_calls += 1
-        self._held, self._body, self._has_called = [], [], True
-        self._calls.append(
-            ToolCall(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", "function", Function(arguments, name))
-        )
 
-    def _add(self, new: Function) -> None:
+    def _add(self, arguments: str) -> None:
         """To the arguments of the newest call."""
-        if self._calls and (known := self._calls[-1].function) is not None:
-            known.arguments += new.arguments
-        elif new.arguments:
-            self._calls.append(ToolCall(self.num_calls - 1, function=new))
+        if self._calls:
+            self._calls[-1]["function"]["arguments"] += arguments
+        elif arguments:
+            self._calls.append({"index": self.num_calls - 1, "function": {"arguments": arguments}})
 
 
 class JsonObject:
@@ -206,34 +187,19 @@ class JsonObject:
         return len(text)
 
 
-def name_in(text: str) -> str | None:
-    """The name of a tool, from its JSON (another value than a string as Python writes it); None if `text` is no JSON, or the name is empty or no UTF-8 (half a character)."""
+def decoded(text: str, kind: type[T]) -> T | None:
+    """The value in a JSON text; None if it is no JSON, or of another type."""
     try:
-        name = str(json.loads(text))
-        name.encode()
-    except ValueError:
+        return msgspec.json.decode(text, type=kind)
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
-    return name or None
 
 
 def call_in(text: str) -> tuple[str, str] | None:
-    """The name and the arguments of a call in JSON, None if it is none. Arguments may be the text of an object."""
-    try:
-        call = json.loads(text, parse_constant=refuse_constant)
-        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):
-            is_object = isinstance(json.loads(arguments, parse_constant=refuse_constant), dict)
-        else:
-            is_object, arguments = isinstance(arguments, dict), arguments_in(text, arguments)
-        f"{name}{arguments}".encode()
-    except (ValueError, KeyError, TypeError, RecursionError):
+    """The name and the arguments of a call in JSON, None if it is none."""
+    if (call := decoded(text, WrittenCall)) is None:
         return None
-    return (name, arguments) if isinstance(name, str) and name and is_object else None
-
-
-def arguments_in(text: str, arguments: object) -> str:
-    """The arguments as they are written in a call, where they come behind the name; else written anew."""
-    if (head := HEAD.match(text)) is None:
-        return json.dumps(arguments, allow_nan=False)
-    start = head.end() - 1
-    return text[start : json.JSONDecoder().raw_decode(text, start)[1]]
+    arguments = bytes(call.arguments or call.parameters).decode()
+    if arguments.startswith('"'):
+        arguments = decoded(arguments, str) or ""
+    return None if decoded(arguments, dict) is None else (call.name, arguments)
