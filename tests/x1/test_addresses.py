@@ -11,9 +11,8 @@ from fastapi.routing import APIRoute
 from openapi_spec_validator import validate
 
 from folovllm.apps.inspector.page import STATIC
-from folovllm.electives.server.app import build_app
+from folovllm.electives.server.app import CHAT, build_app
 from folovllm.electives.server.config import ServerConfig
-from folovllm.electives.server.pages import PAGE
 from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.x1.background import PATIENCE, Background
 
@@ -56,7 +55,7 @@ def test_the_page_and_its_policy(server: Background) -> None:
         assert response.headers["Content-Type"].startswith("text/html")
     (nonce,) = set(re.findall(r"'nonce-([^']+)'", policy))
     style = (STATIC / "house.css").read_text("utf-8")
-    assert text.replace(f' nonce="{nonce}"', "") == PAGE.read_text("utf-8").replace("/* house.css */\n", style)
+    assert text.replace(f' nonce="{nonce}"', "") == CHAT.read_text("utf-8").replace("/* house.css */\n", style)
     assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy
     assert set(re.findall(r"https?://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
     assert "innerHTML" not in text and "insertAdjacentHTML" not in text

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -18,14 +19,14 @@ from starlette.responses import JSONResponse, Response
 
 import folovllm
 from folovllm.apps.inspector.live import Subscribers
-from folovllm.apps.inspector.web import FILES, PAGE, file_response, page_response
+from folovllm.apps.inspector.page import STATIC
+from folovllm.apps.inspector.web import FILES, PAGE, SAFE, file_response, page_response
 from folovllm.electives.server import http, protocol, replies
 from folovllm.electives.server.admission import Admission
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.errors import ApiError
 from folovllm.electives.server.metrics import metrics_page
-from folovllm.electives.server.pages import chat_page
 from folovllm.electives.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
 from folovllm.electives.server.response_handler import ChatHandler, CompletionHandler, ResponseHandler
 from folovllm.electives.server.sse import EventStream, unless_gone
@@ -39,6 +40,7 @@ from folovllm.sampling_params import SamplingParams
 
 Handler = Callable[..., Awaitable[Any]]
 R = TypeVar("R", bound=msgspec.Struct)
+CHAT = Path(__file__).parent / "static" / "chat.html"
 
 
 def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
@@ -117,8 +119,18 @@ class Api:
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def page(self) -> Response:
-        """A page to chat in a browser."""
-        return chat_page(self._config.inspector)
+        """A page to chat in a browser, one file, with a policy that holds the browser to it: its own script and style, and requests to its own server."""
+        text, nonce = CHAT.read_text("utf-8"), secrets.token_urlsafe()
+        if self._config.inspector:  # each answer can be watched
+            text = text.replace("<body>", '<body data-inspector="inspector">')
+        for tag in ("style", "script"):
+            text = text.replace(f"<{tag}", f'<{tag} nonce="{nonce}"', 1)
+        text = text.replace("/* house.css */\n", (STATIC / "house.css").read_text("utf-8"))
+        policy = (
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+        )
+        return Response(text, headers=SAFE | {"Content-Security-Policy": policy}, media_type="text/html")
 
     async def health(self) -> Response:
         """200 while there is an engine that takes requests, or sleeps; else 503."""

@@ -7,7 +7,7 @@ import itertools
 import logging
 import pickle
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +16,8 @@ from typing import Any, Self, TypeVar
 from folovllm.config import EngineConfig
 from folovllm.electives.server import messages as msg
 from folovllm.electives.server.errors import EngineDead, Unavailable
-from folovllm.electives.server.stream import OpenRequests, OutputCollector, Stream, add_message
+from folovllm.electives.server.metrics import Counters
+from folovllm.electives.server.stream import OutputCollector, Stream, add_message
 from folovllm.electives.server.transport import EngineClient, ProcessEngineClient, ThreadEngineClient
 from folovllm.electives.structured_output.grammar_check import GrammarChecker
 from folovllm.electives.structured_output.params import GrammarLimits
@@ -70,7 +71,12 @@ class AsyncEngine:
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
-        self._open = OpenRequests()
+        self._streams: dict[int, Stream] = {}  # of the requests that are not over, by their number
+        # Their sequences count as queued up to the first token, or the end of a request that gets none.
+        self.num_queued = self.num_queued_tokens = 0  # sequences, and the tokens of their prompts
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self.counters = Counters()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
         self.grammars = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
         self._is_draining = self._is_closed = False
@@ -79,7 +85,6 @@ class AsyncEngine:
         self.stats = msg.SchedulerStats()
         self.is_sleeping = False  # its memory was given back for a while (X6)
         self._calls: deque[asyncio.Future[Any]] = deque()  # sent and not answered, in order
-        self.counters = self._open.counters
         self.bring: Callable[[Request], Awaitable[None]] | None = None  # brings K/V of a prompt from elsewhere (X7)
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
 
@@ -158,26 +163,35 @@ class AsyncEngine:
         Without a `request_id` it is "request-N". Raises ValueError if the id is in use, and what `require_open` raises.
         """
         self.require_open()
+        if request_id is not None and self._named(request_id):
+            raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
-        if request_id in self._open.by_id:
-            raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
-        now = time.monotonic()
-        stream = Stream(number, request_id, seqs, now, collector or OutputCollector(), self._abort)
+        stream = Stream(number, request_id, seqs, time.monotonic(), collector or OutputCollector(), self._abort)
         self._transport.send(add_message(number, seqs[0].request))
-        self._open.add(stream)  # only now: what cannot be sent takes no place in the queue
+        self._streams[number] = stream  # only now: what cannot be sent takes no place in the queue
+        self._count_queued(stream, 1)
+        self._is_idle.clear()
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets what there is, with finish_reason "abort". Does nothing if the request is over."""
-        if (stream := self._open.by_id.get(request_id)) is not None:
+        for stream in self._named(request_id):
             self._abort(stream)
 
+    def _named(self, request_id: str) -> list[Stream]:
+        """The open request of an id, if there is one."""
+        return [stream for stream in self._streams.values() if stream.request_id == request_id]
+
     def _abort(self, stream: Stream) -> None:
-        if stream.number in self._open.by_number:
+        if stream.number in self._streams:
             stream.abort(time.monotonic())
-            self._open.end(stream)
+            self._remove(stream)
             self._transport.send(msg.Abort(stream.number))
+
+    def _abort_all(self) -> None:
+        for stream in list(self._streams.values()):
+            self._abort(stream)
 
     async def drain(self, seconds: float | None = None) -> bool:
         """Take no new requests, and wait until those that run have ended; after `seconds` the rest is aborted. Returns whether none was."""
@@ -185,10 +199,9 @@ class AsyncEngine:
         self._is_draining = True
         try:
             async with asyncio.timeout(seconds):
-                await self._open.is_empty.wait()
+                await self._is_idle.wait()
         except TimeoutError:
-            for stream in list(self._open.by_number.values()):
-                self._abort(stream)
+            self._abort_all()
             return False
         finally:
             self.is_over.set()
@@ -197,12 +210,9 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the engine and the requests that it still works on. A second call does nothing."""
         self._is_draining = self._is_closed = True
-        for stream in list(self._open.by_number.values()):
-            self._abort(stream)
+        self._abort_all()
         await self._transport.stop()
-        self.is_over.set()
-        while self._calls:
-            self._end_call(None, Unavailable("the engine was closed"))
+        self._end(Unavailable("the engine was closed"))
         self.grammars.close()
         self._readers.shutdown(wait=False)
 
@@ -244,6 +254,14 @@ class AsyncEngine:
             call.set_exception(error)
             call.exception()  # nobody need look at it
 
+    def _end(self, error: Exception) -> None:
+        """The engine has ended: tell all who wait for it."""
+        self.is_over.set()
+        while self._calls:
+            self._end_call(None, error)
+        for stream in list(self._streams.values()):
+            self._remove(stream, EngineDead(str(error)))
+
     def _require_loop(self) -> None:
         """Raise RuntimeError in another event loop than that of `start`: what happens there would wake nobody here."""
         if asyncio.get_running_loop() is not self._loop:
@@ -271,17 +289,7 @@ class AsyncEngine:
     @property
     def num_open(self) -> int:
         """How many requests the engine works on."""
-        return len(self._open.by_number)
-
-    @property
-    def num_queued(self) -> int:
-        """Sequences of open requests that have no token yet."""
-        return self._open.num_queued
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """The tokens of their prompts."""
-        return self._open.num_queued_tokens
+        return len(self._streams)
 
     def _deliver(self, message: msg.EngineMessage) -> None:
         """Take in a message from the engine. An error here would leave readers waiting for ever, so it ends the engine."""
@@ -289,29 +297,56 @@ class AsyncEngine:
             case msg.Step():
                 try:
                     self.stats = message.stats
-                    self._open.update(message, time.monotonic())
+                    self._update(message, time.monotonic())
                 except Exception as error:
                     logger.exception("a step's outputs could not be taken in")
-                    self._die(msg.Failure(f"{type(error).__name__}: {error}"))
+                    self._deliver(msg.Failure(f"{type(error).__name__}: {error}"))
             case msg.Seen():
                 self.on_seen(message.pieces)
             case msg.Called():
                 self.is_sleeping = message.is_sleeping
                 self._end_call(message.value, None if message.error is None else ValueError(message.error))
-            case msg.Failure():
-                self._die(message)
+            case msg.Failure() if self.death is None and not self._is_closed:
+                self.death = EngineDead(message.message)
+                if not self._ready.done():
+                    self._ready.set_exception(ValueError(message.message) if message.is_user_error else self.death)
+                self._end(self.death)
             case msg.Ready() if not self._ready.done():
                 self._ready.set_result(message)
 
-    def _die(self, failure: msg.Failure) -> None:
-        """The engine has ended: tell all who wait for it."""
-        if self.death is not None or self._is_closed:
-            return
-        self.death = EngineDead(failure.message)
-        self.is_over.set()
-        while self._calls:
-            self._end_call(None, self.death)
-        if not self._ready.done():
-            self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
-        for stream in list(self._open.by_number.values()):
-            self._open.fail(stream, EngineDead(failure.message))
+    def _update(self, step: msg.Step, now: float) -> None:
+        """Give each request what the step brought for it. Those that end leave."""
+        before = Counter[float]()  # when answers got the tokens before these: mostly one step ago, all of them
+        for delta in step.deltas:
+            if (stream := self._streams.get(delta.number)) is None:
+                continue  # it was aborted here
+            if delta.token_ids:
+                if not stream.has_begun:
+                    self._count_queued(stream, -1)
+                    self.counters.record_start(stream, now)
+                if (last := stream.newest[delta.index]) is not None:
+                    before[last] += 1
+                self.counters.generation_tokens += len(delta.token_ids)
+            stream.feed(delta, now)
+            if stream.is_finished:
+                self._remove(stream)
+        self.counters.record_step(now, before, step.queue_times)
+        for refused in step.refused:
+            if (stream := self._streams.get(refused.number)) is not None:
+                self._remove(stream, ValueError(refused.message))
+
+    def _count_queued(self, stream: Stream, times: int) -> None:
+        self.num_queued += times * len(stream.seqs)
+        self.num_queued_tokens += times * stream.metrics.num_prompt_tokens
+
+    def _remove(self, stream: Stream, error: Exception | None = None) -> None:
+        """The engine works on it no more. An error goes to its reader, and no counter counts the request."""
+        del self._streams[stream.number]
+        if not stream.has_begun:
+            self._count_queued(stream, -1)
+        if error is None:
+            self.counters.record_end(stream)
+        else:
+            stream.fail(error)
+        if not self._streams:
+            self._is_idle.set()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from folovllm.electives.server.reasoning import PARSERS
 from folovllm.electives.structured_output.params import GrammarLimits
@@ -23,6 +25,16 @@ TEXTS = {  # printable texts that can match something, and what is said of other
     "inspector_host": (HOST_NAME, NO_NAME),
     "cors_origin": (ORIGIN, "is no origin: give one as https://page.example, without a path"),
 }
+
+
+RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (  # fields, what must hold of them, in words
+    (("port",), lambda value: 0 <= value < 65536, "between 0 and 65535"),
+    (("max_queued_requests", "max_queued_tokens", "max_body_size", "grammar_memory"), lambda n: n >= 1, "at least 1"),
+    (("grammar_seconds", "peer_seconds"), lambda value: 0 < value < inf, "above 0"),
+    (("drain_seconds",), lambda value: value >= 0, "0 or more"),
+    (("reasoning_parser",), lambda name: name in (None, *PARSERS), f"one of {', '.join(PARSERS)}"),
+    (("role",), lambda name: name in (None, *ROLES), f"one of {', '.join(ROLES)}"),
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,19 +96,10 @@ class ServerConfig:
     ignore_unknown_fields: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
-        for name in ("max_queued_requests", "max_queued_tokens", "max_body_size", "grammar_memory"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("grammar_seconds", "peer_seconds"):
-            if not 0 < getattr(self, name) < inf:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if not self.drain_seconds >= 0:
-            raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
-        for name, known in (("reasoning_parser", PARSERS), ("role", ROLES)):
-            if (value := getattr(self, name)) not in (None, *known):
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+        for names, holds, says in RULES:
+            for name in names:
+                if not holds(value := getattr(self, name)):
+                    raise ValueError(f"{name} must be {says}, not {value!r}")
         if (self.role is None) != (self.peer is None):
             raise ValueError("role and peer belong together: give both, or none")
         for field_name, (pattern, wrong) in TEXTS.items():

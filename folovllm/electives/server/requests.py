@@ -8,18 +8,9 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from folovllm.electives.server import reasoning
+from folovllm.electives.server import protocol, reasoning
 from folovllm.electives.server.errors import ApiError
-from folovllm.electives.server.protocol import (
-    MESSAGE,
-    TOOL,
-    ChatRequest,
-    CompletionRequest,
-    NamedTool,
-    Sampling,
-    TokenizeRequest,
-    converted,
-)
+from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, NamedTool, Sampling, TokenizeRequest
 from folovllm.electives.server.reasoning import ReasoningSplitter
 from folovllm.electives.server.replies import MessageReader
 from folovllm.electives.server.tool_calls import CLOSING, OPENING, ToolCallParser
@@ -130,7 +121,7 @@ def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeReque
 
 def checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates want them: content is a text or parts, arguments of calls are objects. Raises ApiError for what is no message."""
-    converted(messages, list[MESSAGE], "messages")  # type: ignore[valid-type]
+    protocol.converted(messages, list[protocol.MESSAGE], "messages")  # type: ignore[valid-type]
     plain = []
     for i, message in enumerate(messages):
         if (content := message.get("content")) is None and message["role"] != "assistant":
@@ -155,7 +146,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 def offered(request: ChatRequest | TokenizeRequest) -> Tools:
     """The tools that the model is to know of: none if it may call none. Raises ApiError for what is no tool."""
     tools, choice = request.tools or [], request.tool_choice
-    converted(tools, list[TOOL], "tools")  # type: ignore[valid-type]
+    protocol.converted(tools, list[protocol.TOOL], "tools")  # type: ignore[valid-type]
     if not tools and must_call(request):
         raise ApiError(400, "tool_choice needs tools", "tool_choice")
     if isinstance(choice, NamedTool) and choice.function.name not in [tool["function"]["name"] for tool in tools]:

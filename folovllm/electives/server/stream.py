@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import NamedTuple
 
 from folovllm.cache.cached_prefix import CachedPrefix
-from folovllm.electives.server.messages import Add, Delta, Row, Step
-from folovllm.electives.server.metrics import Counters
+from folovllm.electives.server.messages import Add, Delta, Row
 from folovllm.engine.logprobs import with_text
 from folovllm.engine.output_processor import Answer, RequestState
 from folovllm.engine.stop import check_stop_conditions
@@ -87,7 +85,6 @@ class Stream(RequestState):
             seq.detokenizer.offsets = None if self.params.logprobs is None else []
         self._collector, self._has_mail = collector, False
         self._on_close = on_close
-        self.is_queued = True  # it counts as such: see `OpenRequests`
         self.is_finished = False  # all is sampled, whether somebody took it or not
         self.is_over = False  # there is nothing more to take
         self._error: Exception | None = None
@@ -204,70 +201,3 @@ def _delta(answer: Answer) -> OutputDelta:
         seq.stop_reason,
         (seq.detokenizer.offsets or ())[first:end],
     )
-
-
-class OpenRequests:
-    """The streams of the requests that are not over, found by their number or by their id.
-
-    Invariant: the sequences of a request count as queued from `add` to its first token, or to its end if it gets none.
-    """
-
-    def __init__(self) -> None:
-        self.by_number: dict[int, Stream] = {}
-        self.by_id: dict[str, Stream] = {}
-        self.num_queued = self.num_queued_tokens = 0  # sequences, and the tokens of their prompts
-        self.counters = Counters()
-        self.is_empty = asyncio.Event()
-        self.is_empty.set()
-
-    def add(self, stream: Stream) -> None:
-        """A request is handed to the engine."""
-        self.by_number[stream.number] = self.by_id[stream.request_id] = stream
-        self.num_queued += len(stream.seqs)
-        self.num_queued_tokens += stream.metrics.num_prompt_tokens
-        self.is_empty.clear()
-
-    def update(self, step: Step, now: float) -> None:
-        """Give each request what the step brought for it. Those that end leave."""
-        before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
-        for delta in step.deltas:
-            if (stream := self.by_number.get(delta.number)) is not None:  # else it was aborted here
-                self._give(stream, delta, now, before)
-        self.counters.record_step(now, before, step.queue_times)
-        for refused in step.refused:
-            if (stream := self.by_number.get(refused.number)) is not None:
-                self.fail(stream, ValueError(refused.message))
-
-    def _give(self, stream: Stream, delta: Delta, now: float, before: Counter[float]) -> None:
-        if delta.token_ids:
-            if not stream.has_begun:
-                self._leave_queue(stream)
-                self.counters.record_start(stream, now)
-            if (last := stream.newest[delta.index]) is not None:
-                before[last] += 1
-            self.counters.generation_tokens += len(delta.token_ids)
-        stream.feed(delta, now)
-        if stream.is_finished:
-            self.end(stream)
-
-    def end(self, stream: Stream) -> None:
-        """The engine works on it no more."""
-        self._remove(stream)
-        self.counters.record_end(stream)
-
-    def fail(self, stream: Stream, error: Exception) -> None:
-        """End a request with an error, which its reader gets. No counter counts it."""
-        stream.fail(error)
-        self._remove(stream)
-
-    def _leave_queue(self, stream: Stream) -> None:
-        if stream.is_queued:
-            stream.is_queued = False
-            self.num_queued -= len(stream.seqs)
-            self.num_queued_tokens -= stream.metrics.num_prompt_tokens
-
-    def _remove(self, stream: Stream) -> None:
-        del self.by_number[stream.number], self.by_id[stream.request_id]
-        self._leave_queue(stream)
-        if not self.by_number:
-            self.is_empty.set()
