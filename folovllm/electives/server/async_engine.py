@@ -84,18 +84,17 @@ class AsyncEngine:
         self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
         self.stats = msg.SchedulerStats()
         self.is_sleeping = False  # its memory was given back for a while (X6)
-        self._calls: deque[asyncio.Future[Any]] = deque()  # sent and not answered, in order
+        self._calls: deque[asyncio.Future[Any]] = deque()  # not answered, in order; the first waits for `Ready`
         self.bring: Callable[[Request], Awaitable[None]] | None = None  # brings K/V of a prompt from elsewhere (X7)
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
 
     async def start(self) -> None:
         """Build the engine. Raises ValueError where something cannot be had, EngineDead where it ends otherwise."""
-        self._loop = loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[msg.Ready] = loop.create_future()
+        self._loop = asyncio.get_running_loop()
+        ready = self._expect_answer()
         try:
             await self._transport.start(self.config, self._deliver)
-            ready = await self._ready
-            self.setup: EngineSetup = pickle.loads(ready.setup)
+            self.setup: EngineSetup = pickle.loads(await ready)
             # Not the engine's own tokenizer, in a thread: the library's objects are not for two at once.
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self.setup.path, self.setup.config)
             self.processor = InputProcessor(self.setup, self.tokenizer)
@@ -238,13 +237,16 @@ class AsyncEngine:
             ValueError: in the future, with the method's sentence.
             EngineDead, Unavailable: the engine has ended, now or before it answered.
         """
-        self.require_running()
-        called: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls.append(called)
+        self.require_open(awake=False)
+        called = self._expect_answer()
         self._transport.send(msg.Call(method, list(arguments)))
         return called
 
-    def _end_call(self, value: Any, error: Exception | None) -> None:
+    def _expect_answer(self) -> asyncio.Future[Any]:
+        self._calls.append(asyncio.get_running_loop().create_future())
+        return self._calls[-1]
+
+    def _answer(self, value: Any, error: Exception | None = None) -> None:
         """Answer the call that waits longest. Its client may have left."""
         if (call := self._calls.popleft()).done():
             return
@@ -258,7 +260,7 @@ class AsyncEngine:
         """The engine has ended: tell all who wait for it."""
         self.is_over.set()
         while self._calls:
-            self._end_call(None, error)
+            self._answer(None, error)
         for stream in list(self._streams.values()):
             self._remove(stream, EngineDead(str(error)))
 
@@ -272,19 +274,15 @@ class AsyncEngine:
         """Whether new requests are taken."""
         return self.death is None and not self._is_draining
 
-    def require_open(self) -> None:
-        """Raise what `require_running` raises, and `Unavailable` while the engine sleeps."""
-        self.require_running()
-        if self.is_sleeping:
-            raise Unavailable("the engine sleeps: wake it up first, a server by POST /wake_up")
-
-    def require_running(self) -> None:
-        """Raise `EngineDead` or `Unavailable` unless the engine runs, RuntimeError in another event loop than that of `start`. It may sleep."""
+    def require_open(self, awake: bool = True) -> None:
+        """Raise `EngineDead` or `Unavailable` unless the engine runs, and is `awake`; RuntimeError in another event loop than that of `start`."""
         self._require_loop()
         if self.death is not None:
             raise EngineDead(str(self.death))
         if self._is_draining:
             raise Unavailable("the engine is shutting down and takes no new requests: ask another, or later")
+        if awake and self.is_sleeping:
+            raise Unavailable("the engine sleeps: wake it up first, a server by POST /wake_up")
 
     @property
     def num_open(self) -> int:
@@ -305,14 +303,12 @@ class AsyncEngine:
                 self.on_seen(message.pieces)
             case msg.Called():
                 self.is_sleeping = message.is_sleeping
-                self._end_call(message.value, None if message.error is None else ValueError(message.error))
+                self._answer(message.value, None if message.error is None else ValueError(message.error))
+            case msg.Ready():
+                self._answer(message.setup)
             case msg.Failure() if self.death is None and not self._is_closed:
                 self.death = EngineDead(message.message)
-                if not self._ready.done():
-                    self._ready.set_exception(ValueError(message.message) if message.is_user_error else self.death)
-                self._end(self.death)
-            case msg.Ready() if not self._ready.done():
-                self._ready.set_result(message)
+                self._end(ValueError(message.message) if message.is_user_error else self.death)
 
     def _update(self, step: msg.Step, now: float) -> None:
         """Give each request what the step brought for it. Those that end leave."""

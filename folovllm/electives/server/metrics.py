@@ -87,10 +87,10 @@ def metrics_page(
     """
     families, gauge, counter = list[Metric](), GaugeMetricFamily, CounterMetricFamily
 
-    def add(kind: type[Any], name: str, text: str, value: float | dict[tuple[str, ...], float], *labels: str) -> None:
+    def add(kind: type[Any], name: str, text: str, value: float | Mapping[Any, float], *labels: str) -> None:
         """A family with one value, or with one for each value of these labels."""
         family = kind(name, text, labels=(*LABELS, *labels))
-        for more, number in (value if isinstance(value, dict) else {(): value}).items():
+        for more, number in (value if isinstance(value, Mapping) else {(): value}).items():
             family.add_metric((model, "0", *more), number)
         families.append(family)
 
@@ -125,4 +125,4 @@ def metrics_page(
         buckets = zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True)
         family.add_metric((model, "0"), list(buckets), histogram.sum)
         families.append(family)
-    return generate_latest(SimpleNamespace(collect=lambda: families))  # type: ignore[arg-type]
+    return generate_latest(SimpleNamespace(collect=lambda: families))
