@@ -70,20 +70,6 @@ class TestStreams:
         assert text(await anext(second)) == "cde"
 
     @scripted
-    async def test_the_forms_of_outputs(self, engine: AsyncEngine, transport: HandTransport) -> None:
-        """As the synchronous engine has them."""
-        whole = await submit(engine, replace(DELTAS, output_kind=RequestOutputKind.FINAL_ONLY))
-        growing = await submit(engine, replace(DELTAS, output_kind=RequestOutputKind.CUMULATIVE))
-        waiting = asyncio.ensure_future(anext(whole))
-        transport.turn(2)
-        assert text(await anext(growing)) == "bc"
-        assert not waiting.done()
-        transport.turn(2)
-        answer = (await anext(growing)).outputs[0]
-        assert (answer.text, answer.delta_text, answer.token_ids) == ("bcde", "de", [A + 1, A + 2, A + 3, A + 4])
-        assert text(await waiting) == "abcd"
-
-    @scripted
     async def test_what_the_engine_is_told(self, engine: AsyncEngine, transport: HandTransport) -> None:
         """Token ids; text is made by the engine only where it must look for stop strings."""
         params = SamplingParams(max_tokens=3, truncate_prompt_tokens=2)
@@ -172,13 +158,6 @@ class TestEnds:
             await submit(engine, request_id="mine")
         transport.turn(4)
         await submit(engine, request_id="mine")
-
-    @scripted
-    async def test_bad_requests_never_reach_the_engine(self, engine: AsyncEngine, transport: HandTransport) -> None:
-        for prompt, says in (([], "empty"), ([9999], "outside the vocabulary"), ("", "empty"), ("x" * 9999, "tokens")):
-            with pytest.raises(ValueError, match=says):
-                await engine.prepare(prompt)
-        assert transport.inbox == []
 
     @scripted
     async def test_what_the_engine_refuses(self, engine: AsyncEngine, transport: HandTransport) -> None:

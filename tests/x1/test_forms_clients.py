@@ -98,23 +98,18 @@ class TestDocuments:
             assert [*stream] and isinstance(stream.get_final_completion().choices[0].message.parsed, Fish)
 
     def test_formats(self, client: OpenAI) -> None:
-        text = client.chat.completions.create(**chat(response_format={"type": "text"}, max_tokens=5))
-        assert text.choices[0].message.content
-        loose: Any = {
-            "name": "x",
-            "schema": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "uniqueItems": True},
-        }
-        answer = client.chat.completions.create(**chat(response_format={"type": "json_schema", "json_schema": loose}))
-        assert isinstance(json.loads(answer.choices[0].message.content or ""), list)
-        for strict in (None, False):
-            described: Any = {"type": "json_schema", "json_schema": loose | {"strict": strict, "schema": {"const": 1}}}
-            answer = client.chat.completions.create(**chat(response_format=described))
-            assert answer.choices[0].message.content == "1"
-        json_object = client.chat.completions.create(**chat(response_format={"type": "json_object"}, max_tokens=20))
-        assert (json_object.choices[0].message.content or "").startswith("{")
-        body: Any = {"structured_outputs": {"regex": "[0-9]{3}"}}
-        got = client.completions.create(model=MODEL, prompt="x", n=3, max_tokens=9, extra_body=body)
-        assert all(c.text.isdigit() and c.finish_reason == "stop" for c in got.choices)
+        """None; a schema that is not strict, whose `uniqueItems` is passed over; any object; and the server's own form of it."""
+
+        def said(**described: Any) -> str:
+            return client.chat.completions.create(**chat(max_tokens=20, **described)).choices[0].message.content or ""
+
+        assert said(response_format={"type": "text"})
+        loose: Any = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "uniqueItems": True}
+        for more in ({}, {"strict": None}, {"strict": False}):
+            described = {"name": "x", "schema": loose} | more
+            assert isinstance(json.loads(said(response_format={"type": "json_schema", "json_schema": described})), list)
+        assert said(response_format={"type": "json_object"}).startswith("{")
+        assert said(extra_body={"structured_outputs": {"regex": "[0-9]{3}"}}).isdigit()
 
 
 class TestTools:
@@ -133,35 +128,32 @@ class TestTools:
 
     def test_auto(self, client: OpenAI) -> None:
         """What the model says is read; a document may stand in place of a call."""
+        create = client.chat.completions.create
         two = 'Sure.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n' + (
             '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
         )
-        choice = client.chat.completions.create(**chat(tools=TOOLS, **exactly(two))).choices[0]
-        assert (choice.message.content, choice.finish_reason) == ("Sure.", "tool_calls")
         calls = [["now", "{}"], ["get_weather", '{"city": "Rome", "days": 2}']]
-        assert [[c.function.name, c.function.arguments] for c in choice.message.tool_calls or ()] == calls  # type: ignore[union-attr]
-        chunks = list(client.chat.completions.create(**chat(tools=TOOLS, stream=True, **exactly(two))))
+        choice = create(**chat(tools=TOOLS, **exactly(two))).choices[0]
+        found = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()]
+        assert (choice.message.content, found, choice.finish_reason) == ("Sure.", calls, "tool_calls")
+        chunks = list(create(**chat(tools=TOOLS, stream=True, **exactly(two))))
         assert put_together(chunks) == ("Sure.", calls, "tool_calls")
         assert len([c for c in chunks if c.choices[0].delta.tool_calls]) > 6, "arguments come as they are drawn"
-        plain = client.chat.completions.create(**chat(tools=TOOLS, **exactly("No."))).choices[0]
-        assert (plain.message.content, plain.finish_reason, plain.message.tool_calls) == ("No.", "stop", None)
-        call = '<tool_call>\n{"name": "now"}\n</tool_call>'
-        none = client.chat.completions.create(**chat(tools=TOOLS, tool_choice="none", **exactly(call))).choices[0]
-        assert (none.message.content, none.message.tool_calls) == (call, None)
+        for text, more in (("No.", {}), ('<tool_call>\n{"name": "now"}\n</tool_call>', {"tool_choice": "none"})):
+            message = create(**chat(tools=TOOLS, **more, **exactly(text))).choices[0].message
+            assert (message.content, message.tool_calls) == (text, None)
         schema = Fish.model_json_schema() | {"additionalProperties": False}
         fish = {"type": "json_schema", "json_schema": {"name": "fish", "schema": schema}}
-        either = (
-            client.chat.completions.create(**chat(tools=TOOLS[:1], response_format=fish, seed=0)).choices[0].message
-        )
+        either = create(**chat(tools=TOOLS[:1], response_format=fish, seed=0)).choices[0].message
         assert either.tool_calls or Fish.model_validate_json(either.content or "")
 
     def test_the_openai_way_to_stream(self, client: OpenAI) -> None:
-        with client.chat.completions.stream(
-            **chat(tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False)
-        ) as stream:
+        """Log-probabilities come beside the pieces."""
+        asked = chat(tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False, logprobs=True)
+        with client.chat.completions.stream(**asked) as stream:
             kinds = {event.type for event in stream}
             (choice,) = stream.get_final_completion().choices
-        assert "tool_calls.function.arguments.delta" in kinds and choice.message.tool_calls
+        assert {"tool_calls.function.arguments.delta", "logprobs.content.delta"} <= kinds and choice.message.tool_calls
 
     def test_a_conversation_with_tools(self, client: OpenAI, server: Background) -> None:
         """The template sees the tools, the calls and what they gave."""
@@ -175,9 +167,3 @@ class TestTools:
         ids = client.post("/../tokenize", cast_to=object, body={"model": MODEL, "messages": messages, "tools": TOOLS})
         text = server.engine.tokenizer.decode(ids["tokens"])  # type: ignore[index]
         assert '"name": "get_weather"' in text and '"arguments": {"zone": 1}' in text and "12:30" in text
-
-    def test_log_probabilities_stay(self, client: OpenAI) -> None:
-        asked = chat(tools=TOOLS, tool_choice="required", logprobs=True, max_tokens=30, stream=True)
-        chunks = list(client.chat.completions.create(**asked))
-        rows = [row for chunk in chunks if chunk.choices[0].logprobs for row in chunk.choices[0].logprobs.content]
-        assert len(rows) == 30

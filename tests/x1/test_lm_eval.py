@@ -83,67 +83,46 @@ def samples(
     return {name: sorted(found["samples"][name], key=lambda sample: sample["doc_id"]) for name in names}
 
 
-class Reference:
-    """The model in transformers."""
-
-    def __init__(self) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
-
-    @torch.inference_mode()
-    def score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        """The log-likelihood of the continuation, and whether each of its tokens is the most likely one."""
-        ids = torch.tensor([context + continuation])
-        logprobs = self.model(ids).logits[0, len(context) - 1 : -1].log_softmax(-1)  # [n, V]
-        own = torch.tensor(continuation)
-        return float(logprobs.gather(1, own[:, None]).sum()), bool((logprobs.argmax(-1) == own).all())
-
-
 @pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference()
+def reference() -> Any:
+    """The model in transformers."""
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_loglikelihoods_are_those_of_transformers(
-    server: Background, tasks: Path, reference: Reference, batch_size: int
-) -> None:
-    """Prompts as token ids, `echo` and `logprobs`; alone and several in a request."""
-    found = samples(server, tasks, "local-completions", ["choices"], batch_size=batch_size)
-    likely = []
+@torch.inference_mode()
+def score(reference: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """The log-likelihood of the continuation, and whether each of its tokens is the most likely one."""
+    ids = torch.tensor([context + continuation])
+    logprobs = reference(ids).logits[0, len(context) - 1 : -1].log_softmax(-1)  # [n, V]
+    own = torch.tensor(continuation)
+    return float(logprobs.gather(1, own[:, None]).sum()), bool((logprobs.argmax(-1) == own).all())
+
+
+def test_loglikelihoods_are_those_of_transformers(server: Background, tasks: Path, reference: Any) -> None:
+    """Prompts as token ids, `echo` and `logprobs`, several in a request; of a whole text every token counts, the first behind the end-of-text token."""
+    found = samples(server, tasks, "local-completions", ["choices", "whole"], batch_size=4)
+    tokenizer, likely = AutoTokenizer.from_pretrained(MODEL), []
     for sample in found["choices"]:
-        for arguments, ((loglikelihood, greedy),) in zip(sample["arguments"], sample["resps"], strict=True):
-            start, choice = arguments
-            whole = reference.tokenizer.encode(start + choice)
-            context = reference.tokenizer.encode(start)
-            expected, is_greedy = reference.score(context, whole[len(context) :])
-            assert float(loglikelihood) == pytest.approx(expected, abs=1e-3)
-            assert bool(greedy) == is_greedy
+        for (start, choice), ((loglikelihood, greedy),) in zip(sample["arguments"], sample["resps"], strict=True):
+            context = tokenizer.encode(start)
+            expected, is_greedy = score(reference, context, tokenizer.encode(start + choice)[len(context) :])
+            assert float(loglikelihood) == pytest.approx(expected, abs=1e-3) and bool(greedy) == is_greedy
             likely.append(is_greedy)
     assert len(likely) == len(STARTS) * len(CHOICES) and any(likely)
-
-
-def test_a_whole_text(server: Background, tasks: Path, reference: Reference) -> None:
-    """`loglikelihood_rolling`: every token counts, the first behind the end-of-text token."""
-    for sample in samples(server, tasks, "local-completions", ["whole"])["whole"]:
-        text = sample["arguments"][0][0]
-        prefix = reference.tokenizer.bos_token_id or reference.tokenizer.eos_token_id
-        expected, _ = reference.score([prefix], reference.tokenizer.encode(text, add_special_tokens=False))
+    for sample in found["whole"]:
+        ids = tokenizer.encode(sample["arguments"][0][0], add_special_tokens=False)
+        expected, _ = score(reference, [tokenizer.bos_token_id or tokenizer.eos_token_id], ids)
         assert float(sample["resps"][0][0]) == pytest.approx(expected, abs=1e-3)
 
 
-def test_continuations(server: Background, tasks: Path, reference: Reference) -> None:
+@pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
+def test_continuations(server: Background, tasks: Path, reference: Any, kind: str) -> None:
     """Greedy, until a stop string; and the same question in a conversation."""
-
-    def check(sample: dict[str, Any], prompt: str, **options: Any) -> None:
-        ids = reference.tokenizer(prompt, return_tensors="pt", **options).input_ids
-        answer = reference.model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
-        expected = reference.tokenizer.decode(answer, skip_special_tokens=True).partition(".")[0]
-        assert sample["resps"][0][0] == expected
-
-    for sample in samples(server, tasks, "local-completions", ["continued"])["continued"]:
-        check(sample, sample["arguments"][0][0])
-    for sample in samples(server, tasks, "local-chat-completions", ["continued"])["continued"]:
-        messages = [{"role": "user", "content": sample["doc"]["start"]}]
-        prompt = reference.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        check(sample, prompt, add_special_tokens=False)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    for sample in samples(server, tasks, kind, ["continued"])["continued"]:
+        messages, prompt = [{"role": "user", "content": sample["doc"]["start"]}], sample["arguments"][0][0]
+        if "chat" in kind:
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens="chat" not in kind).input_ids
+        answer = reference.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
+        assert sample["resps"][0][0] == tokenizer.decode(answer, skip_special_tokens=True).partition(".")[0]

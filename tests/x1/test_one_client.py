@@ -55,21 +55,12 @@ class TestNumbers:
             status, said = server.ask(path, f"{begin}{number}{end}".encode())
             assert status == 400, f"{begin}{end} is the client's fault: {said}"
             assert field is None or said["error"]["param"] == field, f"{begin}{end} is not named: {said}"
+        longest = {"prompt": "a", "max_tokens": 1, "priority": 2**63 - 1 if number > 0 else -(2**63)}
+        assert server.ask("/v1/completions", longest)[0] == 200, "it fits"
         server.wait_until_idle()
-
-    @pytest.mark.parametrize("priority", [2**63 - 1, -(2**63)])
-    def test_the_longest_that_fit(self, server: Background, priority: int) -> None:
-        assert server.ask("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": priority})[0] == 200
 
 
 class TestAdmission:
-    def test_they_take_places_until_the_first_token(self, server: Background) -> None:
-        """16 fit, and give their places back."""
-        for _ in range(2):
-            status, said = server.ask("/v1/completions", {"prompt": ["a"] * 4, "n": 4, "max_tokens": 1})
-            assert status == 200 and len(said["choices"]) == ROOM
-        server.wait_until_idle()
-
     def test_a_request_that_cannot_be_handed_over_takes_no_place(
         self, server: Background, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -1,4 +1,4 @@
-"""What requests may hold, how messages travel, what is counted: without a server."""
+"""What requests may hold, how messages travel, what flags may say: without a server."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ import pytest
 
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.errors import ApiError
-from folovllm.electives.server.messages import (
-    Abort,
-    Add,
-    Delta,
-    SchedulerStats,
-    Step,
-    decode_command,
-    decode_message,
-    encode,
-)
+from folovllm.electives.server.messages import Add, Delta, SchedulerStats, Step, decode_command, decode_message, encode
 from folovllm.electives.server.metrics import Histogram
 from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, parse
 from folovllm.electives.server.requests import chat_params, completion_params, prompts_of
@@ -35,84 +26,81 @@ def chat(**fields: Any) -> ChatRequest:
     return parse(json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode(), ChatRequest)
 
 
-class TestRequests:
-    @pytest.mark.parametrize(
-        ("prompt", "prompts"),
-        [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
-    )
-    def test_the_forms_of_a_prompt(self, prompt: Any, prompts: list[Any]) -> None:
+def test_the_forms_of_a_prompt() -> None:
+    for prompt, prompts in (
+        ("ab", ["ab"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ):
         assert prompts_of(completion(prompt=prompt)) == prompts
 
-    def test_defaults(self) -> None:
-        """A completion ends after 16 tokens, as OpenAI's; a chat's answer may fill the context; the model may recommend else."""
-        assert completion_params(completion(), {}).max_tokens == 16
-        assert chat_params(chat(), {}).max_tokens is None
-        recommended = {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
-        params = chat_params(chat(top_k=5), recommended)
-        assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 5, 99)
 
-    def test_every_field_arrives(self) -> None:
-        fields = {
-            "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
-            "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 5, "max_tokens": 9, "min_tokens": 2,
-            "stop": ["a"], "stop_token_ids": [3], "ignore_eos": True, "include_stop_str_in_output": True,
-            "skip_special_tokens": False, "truncate_prompt_tokens": 4, "logit_bias": {"5": 1.0}, "bad_words": ["a b"],
-            "allowed_token_ids": [5, 6],
-        }  # fmt: skip
-        params = completion_params(completion(**fields, logprobs=3, stream=True), {})
-        assert params == SamplingParams(**fields, logprobs=3, output_kind=RequestOutputKind.DELTA)  # type: ignore[arg-type]
+def test_defaults() -> None:
+    """A completion ends after 16 tokens, as OpenAI's; a chat's answer may fill the context; the model may recommend else."""
+    assert completion_params(completion(), {}).max_tokens == 16
+    assert chat_params(chat(), {}).max_tokens is None
+    params = chat_params(chat(top_k=5), {"temperature": 0.6, "top_k": 20, "max_tokens": 99})
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 5, 99)
+    asked = ({"logprobs": True, "top_logprobs": 4}, {"logprobs": True}, {})
+    assert [chat_params(chat(**fields), {}).logprobs for fields in asked] == [4, 0, None]
 
-    def test_logprobs_of_a_chat(self) -> None:
-        assert chat_params(chat(logprobs=True, top_logprobs=4), {}).logprobs == 4
-        assert chat_params(chat(logprobs=True), {}).logprobs == 0
-        assert chat_params(chat(), {}).logprobs is None
+
+def test_every_field_arrives() -> None:
+    fields: Any = {
+        "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 5, "max_tokens": 9, "min_tokens": 2,
+        "stop": ["a"], "stop_token_ids": [3], "ignore_eos": True, "include_stop_str_in_output": True,
+        "skip_special_tokens": False, "truncate_prompt_tokens": 4, "logit_bias": {"5": 1.0}, "bad_words": ["a b"],
+        "allowed_token_ids": [5, 6],
+    }  # fmt: skip
+    params = completion_params(completion(**fields, logprobs=3, stream=True), {})
+    assert params == SamplingParams(**fields, logprobs=3, output_kind=RequestOutputKind.DELTA)
 
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
-    chat(tools=[], response_format={"type": "text"}, logit_bias=None, echo=False, tool_choice="none")
-    chat(user="me", metadata={"a": 1}, store=True)
-
-
-def test_unknown_fields_are_passed_over_where_the_server_is_told_so() -> None:
+    """And unknown ones are passed over where the server is told so, but not those that ask for something."""
+    chat(
+        tools=[],
+        response_format={"type": "text"},
+        logit_bias=None,
+        echo=False,
+        tool_choice="none",
+        user="me",
+        store=True,
+    )
     body = b'{"prompt": "x", "temprature": 0.1, "tulls": [1]}'
     assert parse(body, CompletionRequest, ignore_unknown=True) == completion()
     with pytest.raises(ApiError, match="tools is not supported"):
         parse(body.replace(b"tulls", b"tools"), CompletionRequest, ignore_unknown=True)
 
 
-class TestMessages:
-    def test_there_and_back(self) -> None:
-        params = SamplingParams(n=2, stop=["a"], seed=2**62, max_tokens=None, temperature=np.float32(0.5))
-        more = {"bad_words": ((5, 6), (7,)), "eos_token_ids": frozenset({1, 2})}
-        for command in (
-            Add(1, request_of(1, [1, 2], params, priority=-3, cache_salt="salt", **more)),
-            Abort(2**40),
-        ):
-            assert decode_command(encode(command)) == command
-        message = Step([Delta(1, 0, [5], "stop", 3, [[(5, -0.5, 1), (6, -1.5, 2)]])], SchedulerStats(1, 2))
-        assert decode_message(encode(message)) == message
-
-    def test_numpy_numbers_are_numbers(self) -> None:
-        add = Add(1, request_of(1, [1], SamplingParams(seed=np.int64(3), stop_token_ids=[np.int32(4)])))
-        assert decode_command(encode(add)).request.params.stop_token_ids == [4]
+def test_messages_there_and_back() -> None:
+    """NumPy's numbers are numbers too."""
+    params = SamplingParams(n=2, stop=["a"], seed=2**62, max_tokens=None, temperature=np.float32(0.5))
+    more = {"bad_words": ((5, 6), (7,)), "eos_token_ids": frozenset({1, 2}), "priority": -3, "cache_salt": "salt"}
+    command = Add(1, request_of(1, [1, 2], params, **more))
+    assert decode_command(encode(command)) == command
+    message = Step([Delta(1, 0, [5], "stop", 3, [[(5, -0.5, 1), (6, -1.5, 2)]])], SchedulerStats(1, 2))
+    assert decode_message(encode(message)) == message
+    add = Add(1, request_of(1, [1], SamplingParams(seed=np.int64(3), stop_token_ids=[np.int32(4)])))
+    assert decode_command(encode(add)).request.params.stop_token_ids == [4]
 
 
+ORIGINS = ("page.test", "", "http://a/", "https://", "ftp://x", "file://x", "http://é", "http://a:65536")
 FLAGS: dict[str, tuple[str, list[Any]]] = {
     "allowed_host": ("give one as", [["http://x"], [""], ["page.test:80"]]),
     "inspector_host": ("give one as", [["http://x"]]),
     "api_key": ("give printable", [[""], ["\n"], [" k"], ["k\n"], ["é"]]),
     "served_model_name": ("give printable", [[""], [" x"], ["a", "b\n"]]),
-    "cors_origin": (
-        "give one as",
-        [[x] for x in ("page.test", "", "http://a/", "https://", "ftp://x", "file://x", "http://é", "http://a:65536")],
-    ),
+    "cors_origin": ("give one as", [[origin] for origin in ORIGINS]),
     "port": ("between 0 and 65535", [70_000]),
     "max_queued_requests": ("at least 1", [0]),
     "max_body_size": ("at least 1", [0]),
     "drain_seconds": ("0 or more", [-1.0]),
-    "grammar_seconds": ("", [0.0]),
-    "grammar_memory": ("", [0]),
-    "reasoning_parser": ("must be one of qwen3, deepseek_r1", ["gpt"]),
+    "grammar_seconds": ("above 0", [0.0]),
+    "grammar_memory": ("at least 1", [0]),
+    "reasoning_parser": ("one of qwen3, deepseek_r1", ["gpt"]),
 }
 
 
