@@ -283,3 +283,21 @@ def test_what_cannot_be_configured() -> None:
         AsyncEngine(EngineConfig(), seed=1)
     with pytest.raises(ValueError, match="choose one of thread, process"):
         AsyncEngine(transport="pigeon")
+
+
+def test_a_second_event_loop() -> None:
+    """It is told at once, whatever it asks for."""
+    transport = HandTransport()
+    engine = AsyncEngine(str(tiny_checkpoint()), transport=transport)
+    asyncio.run(engine.start())
+
+    async def ask() -> None:
+        async for _ in engine.generate([1, 2], SamplingParams(max_tokens=1)):
+            pass
+
+    async def call() -> None:
+        await engine.call("expert_load")
+
+    for asked in (ask, engine.drain, call):
+        with pytest.raises(RuntimeError, match="event loop in which it was started"):
+            asyncio.run(asyncio.wait_for(asked(), 30))

@@ -103,17 +103,12 @@ class TestCompletions:
 
     def test_a_stream(self, client: OpenAI, expected: dict[str, Any]) -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
-        chunks = list(
-            client.completions.create(
-                model=MODEL, prompt=STORY, temperature=0, max_tokens=20, stream=True, stream_options=options
-            )
-        )
-        *texts, last = chunks
+        asked: Any = {"model": MODEL, "prompt": STORY, "temperature": 0, "max_tokens": 20}
+        *texts, last = client.completions.create(**asked, stream=True, stream_options=options)
         assert "".join(chunk.choices[0].text for chunk in texts) == expected["story"]["text"]
         assert texts[-1].choices[0].finish_reason == "length" and last.choices == []
-        assert last.usage and last.usage.completion_tokens == 20
-        counts = [chunk.usage.completion_tokens for chunk in texts if chunk.usage]
-        assert counts == sorted(counts) and len(counts) == len(texts)
+        counts = [chunk.usage.completion_tokens for chunk in (*texts, last) if chunk.usage]
+        assert counts == sorted(counts) and len(counts) == len(texts) + 1 and counts[-1] == 20
 
     def test_several_prompts_and_answers(self, client: OpenAI, expected: dict[str, Any]) -> None:
         """Answers are numbered through: those to the first prompt come first."""
@@ -130,40 +125,30 @@ class TestCompletions:
 
     def test_stop_seed_and_extensions(self, client: OpenAI) -> None:
         extra = {"top_k": 50, "min_tokens": 2, "ignore_eos": True, "priority": 0, "cache_salt": "mine"}
-        once, again = (
-            client.completions.create(
-                model=MODEL, prompt=STORY, seed=3, max_tokens=60, stop=["e"], extra_body=extra, user="me"
-            )
-            for _ in range(2)
-        )
+        asked: Any = {"model": MODEL, "prompt": STORY, "seed": 3, "max_tokens": 60, "stop": ["e"], "user": "me"}
+        once, again = (client.completions.create(**asked, extra_body=extra) for _ in range(2))
         assert once.choices[0].text == again.choices[0].text and once.choices[0].finish_reason == "stop"
         assert once.choices[0].model_extra == {"stop_reason": "e"}
         assert again.usage and again.usage.prompt_tokens_details is not None
 
 
-class TestChat:
-    def test_an_answer(self, client: OpenAI, expected: dict[str, Any]) -> None:
-        got = client.chat.completions.create(
-            model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=20, logprobs=True, top_logprobs=2
-        )
-        choice, wanted = got.choices[0], expected["chat"].outputs[0]
-        assert (choice.message.role, choice.message.content) == ("assistant", wanted.text)
-        assert choice.logprobs and choice.logprobs.content
-        for shown, row in zip(choice.logprobs.content, wanted.logprobs, strict=True):
-            assert bytes(shown.bytes or []).decode() == shown.token == next(iter(row.values())).decoded_token
-            assert len(shown.top_logprobs) == 2 and shown.logprob == pytest.approx(
-                next(iter(row.values())).logprob, abs=1e-4
-            )
-            assert shown.top_logprobs[0].logprob >= shown.top_logprobs[1].logprob
-
-    def test_a_stream(self, client: OpenAI, expected: dict[str, Any]) -> None:
-        parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Tell me about Lily."}]}]
-        chunks = list(
-            client.chat.completions.create(model=MODEL, messages=parts, temperature=0, max_tokens=20, stream=True)
-        )
-        assert chunks[0].choices[0].delta.role == "assistant"
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        assert text == expected["chat"]["text"] and chunks[-1].choices[0].finish_reason == "length"
+def test_a_chat(client: OpenAI, expected: dict[str, Any]) -> None:
+    """Whole, and as a stream of a question in parts."""
+    asked: Any = {"model": MODEL, "temperature": 0, "max_completion_tokens": 20}
+    got = client.chat.completions.create(**asked, messages=QUESTION, logprobs=True, top_logprobs=2)
+    choice, wanted = got.choices[0], expected["chat"].outputs[0]
+    assert (choice.message.role, choice.message.content) == ("assistant", wanted.text)
+    assert choice.logprobs and choice.logprobs.content
+    for shown, row in zip(choice.logprobs.content, wanted.logprobs, strict=True):
+        chosen = next(iter(row.values()))
+        assert bytes(shown.bytes or []).decode() == shown.token == chosen.decoded_token
+        assert len(shown.top_logprobs) == 2 and shown.logprob == pytest.approx(chosen.logprob, abs=1e-4)
+        assert shown.top_logprobs[0].logprob >= shown.top_logprobs[1].logprob
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Tell me about Lily."}]}]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, messages=parts, stream=True)]
+    assert [chunk.delta.role for chunk in chunks] == ["assistant", *[None] * (len(chunks) - 1)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == wanted.text
+    assert chunks[-1].finish_reason == "length"
 
 
 class TestErrors:

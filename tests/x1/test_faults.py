@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,8 +18,11 @@ from hypothesis import strategies as st
 
 from folovllm.electives.server.aggregator import Served
 from folovllm.electives.server.stream import OutputCollector, Stream
+from folovllm.electives.server.transport import ThreadEngineClient
 from folovllm.engine.output_processor import RequestState
+from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, events_in, eventually
+from tests.x1.scripted import ScriptedEngine
 from tests.x1.test_edges import connect, post, read_all
 
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
@@ -161,16 +165,14 @@ class TestClientsThatGo:
     @staticmethod
     def go(server: Background, rng: random.Random) -> None:
         """Ask for something, read a little, perhaps nothing, and go."""
-        path, fields = rng.choice(
-            [
-                ("/v1/completions", STORY | {"stream": rng.random() < 0.7, "n": rng.choice([1, 3])}),
-                ("/v1/completions", STORY | {"stream": True, "prompt": [[5, 6], [7]]}),
-                ("/v1/completions", STORY | {"max_tokens": 5, "prompt": ["a", "b"], "stop": ["e"], "logprobs": 2}),
-                ("/v1/completions", {"prompt": "x", "max_tokens": "many"}),
-                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True}),
-            ]
-        )
-        wire = post(fields, path=path)
+        fields: dict[str, Any] = rng.choice([
+            STORY | {"stream": rng.random() < 0.7, "n": rng.choice([1, 3])},
+            STORY | {"stream": True, "prompt": [[5, 6], [7]]},
+            STORY | {"max_tokens": 5, "prompt": ["a", "b"], "stop": ["e"], "logprobs": 2},
+            {"prompt": "x", "max_tokens": "many"},
+            {"messages": [{"role": "user", "content": "Hi"}], "stream": True},
+        ])  # fmt: skip
+        wire = post(fields, path="/v1/chat/completions" if "messages" in fields else "/v1/completions")
         with connect(server, wire[: len(wire) - rng.choice([0, 0, 0, 9])]) as connection:
             connection.settimeout(rng.random() * 0.1)
             try:
@@ -204,3 +206,23 @@ class TestClientsThatDoNotRead:
         ]
         assert sum(tokens) == 8 * 120
         assert max(tokens) > 20, "what was not read was not kept piece by piece"
+
+
+class PanicException(BaseException):
+    """As a library in Rust raises it: no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, PanicException])
+def test_an_engine_that_has_ended(error: type[BaseException]) -> None:
+    """However it ended, a panic included: those who wait are told, and so is who asks for its health."""
+
+    class Ending(ScriptedEngine):
+        def step(self) -> None:
+            raise error("the device is gone")
+
+    with Background(None, ThreadEngineClient(Ending), model=str(tiny_checkpoint())) as server:  # type: ignore[arg-type]
+        _, said = server.ask("/v1/completions", {"prompt": [5], "stream": True})
+        assert "the engine has ended: " in events_in(said)[0]["error"]["message"]
+        status, said = server.ask("/v1/completions", {"prompt": [5], "max_tokens": 1})
+        assert (status, said["error"]["code"]) == (500, "engine_dead")
+        assert server.ask("/health")[0] == 503

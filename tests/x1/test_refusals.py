@@ -127,3 +127,54 @@ def test_what_cannot_be_is_said(server: Background, path: str, fields: Any, para
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert re.search(says, error["message"]), error["message"]
         assert server.engine.num_open == 0
+
+
+A_CHAT = '{"messages": [{"role": "user", "content": "a"}], "logprobs": true, '
+A_COMPLETION = '{"prompt": "a", '
+# (path, the body up to the number, its end, the field that the error names)
+NUMBERS = [
+    *(("/v1/completions", f'{A_COMPLETION}"{name}": ', "}", name) for name in (
+        "priority", "n", "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
+        "temperature", "presence_penalty", "repetition_penalty",
+    )),
+    *(("/v1/completions", f'{A_COMPLETION}"{name}": [', "]}", name) for name in ("stop_token_ids", "allowed_token_ids")),
+    ("/v1/completions", f'{A_COMPLETION}"logit_bias": {{"', '": 1}}', "logit_bias"),
+    ("/v1/completions", f'{A_COMPLETION}"logit_bias": {{"5": ', "}}", "logit_bias"),
+    ("/v1/completions", '{"prompt": [5, ', "]}", None),
+    ("/v1/completions", '{"prompt": [[5], [', "]]}", None),
+    *(("/v1/chat/completions", f'{A_CHAT}"{name}": ', "}", named) for name, named in (
+        ("priority", "priority"), ("n", "n"), ("top_logprobs", "logprobs"), ("max_completion_tokens", "max_tokens"),
+    )),
+    ("/detokenize", '{"tokens": [', "]}", "tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "number", [2**63, -(2**63) - 1, 2**64, 10**400, -(10**400)], ids=lambda n: f"{float(str(n)[:30]):.0e}"
+)
+def test_numbers_beyond_64_bits(server: Background, number: int) -> None:
+    """In any field that has numbers: 400, which names the field. No place in the queue is lost."""
+    for path, begin, end, field in NUMBERS:
+        status, said = server.ask(path, f"{begin}{number}{end}".encode())
+        assert status == 400, f"{begin}{end} is the client's fault: {said}"
+        assert field is None or said["error"]["param"] == field, f"{begin}{end} is not named: {said}"
+    longest = {"prompt": "a", "max_tokens": 1, "priority": 2**63 - 1 if number > 0 else -(2**63)}
+    assert server.ask("/v1/completions", longest)[0] == 200, "it fits"
+    server.wait_until_idle()
+
+
+def test_a_request_that_cannot_be_handed_over_takes_no_place(
+    server: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of its prompts cannot be sent: the first one's place is given back, too."""
+    transport, sent = server.engine._transport, list[Any]()
+
+    def send(command: Any, send: Any = transport.send) -> None:
+        sent.append(command)
+        send(command if len(sent) != 2 else 1 // 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "send", send)
+        status, _ = server.ask("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 60})
+    assert status == 500
+    server.wait_until_idle()

@@ -47,13 +47,6 @@ class Command:
         except urllib.error.HTTPError as error:
             return error.code
 
-    @property
-    def engine(self) -> int:
-        """The engine's process."""
-        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
-        (pid,) = map(int, found.stdout.split())
-        return pid
-
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and those that these have."""
@@ -114,7 +107,7 @@ class TestEnds:
         with serving() as server:
             running = iter(server.client.completions.create(**LONG))
             next(running)
-            engine = server.engine
+            (engine,) = children(server.process.pid)
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: server.health() == 503)
             server.process.send_signal(signal.SIGTERM)
@@ -160,7 +153,7 @@ class TestKilled:
             readers = [threading.Thread(target=read_until_an_error, args=[stream, ends]) for stream in streams]
             for reader in readers:
                 reader.start()
-            os.kill(server.engine, signal.SIGKILL)
+            os.kill(below[0], signal.SIGKILL)
             within(SOON, lambda: all(map(is_gone, below)) and not any(reader.is_alive() for reader in readers))
             assert len(ends) == 8
             assert all("the engine's process ended, killed by signal 9" in message for message in ends), ends

@@ -195,16 +195,19 @@ class Api:
         """Answer all prompts. The engine gets none before all are checked and there is room for all."""
         engine = self._engine
         self._check_room(len(prompts), params)  # before the work of reading them
-        if params.structured_outputs is not None:  # a check may take long, and ends when the client leaves
-            await unless_gone(request.receive, engine.grammars.check(params.structured_outputs))
-        prepared = []
-        for prompt in prompts:
-            prepared.append(await engine.prepare(prompt, params, priority=body.priority, cache_salt=body.cache_salt))
-            await asyncio.sleep(0)  # others have their turn between two of many prompts
-        self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
-        if engine.bring is not None:
-            await unless_gone(request.receive, engine.bring_prefixes(prepared))
-        handler = make(prepared)
+
+        async def prepare() -> list[list[Sequence]]:
+            prepared = []
+            for prompt in prompts:
+                prepared.append(
+                    await engine.prepare(prompt, params, priority=body.priority, cache_salt=body.cache_salt)
+                )
+                await asyncio.sleep(0)  # others have their turn between two of many prompts
+            self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
+            await engine.bring_prefixes(prepared)
+            return prepared
+
+        handler = make(await unless_gone(request.receive, prepare()))  # to check a grammar may take long
         return handler.events() if body.stream else await handler.full(request.receive)
 
     def _check_room(self, num_prompts: int, params: SamplingParams, num_tokens: int = 0) -> None:
