@@ -166,25 +166,21 @@ class TestAnswers:
         visit.settings(**given)
         visit.answers_with("", status=500)
         visit.ask("Second")
-        visit.ask("Third\nand more", "Well.")
+        visit.answers_with(sse("Well."))
+        visit.page.focus("#question")
+        for typed, key in (("Third", "Shift+Enter"), ("and more", "Enter")):
+            visit.page.keyboard.type(typed)
+            visit.page.keyboard.press(key)
+        visit.answer()
+        assert visit.page.input_value("#question") == ""
+        visit.page.keyboard.press("Enter")  # nothing to send
+        assert visit.page.locator(".question").count() == 3
         fields = asked[2]
         assert [(message["role"], message["content"]) for message in fields.pop("messages")] == [
             ("system", "Be brief."), ("user", "First"), ("assistant", "Fine."), ("user", "Third\nand more")
         ]  # fmt: skip
         wanted = {name: float(value) for name, value in given.items() if name != "system"}
         assert {name: fields[name] for name in wanted} == wanted
-
-    def test_keys(self, visit: Visit) -> None:
-        visit.answers_with(sse("Fine."))
-        visit.page.focus("#question")
-        visit.page.keyboard.type("one")
-        visit.page.keyboard.press("Shift+Enter")
-        visit.page.keyboard.type("two")
-        visit.page.keyboard.press("Enter")
-        visit.answer()
-        assert visit.page.inner_text(".question") == "one\ntwo" and visit.page.input_value("#question") == ""
-        visit.page.keyboard.press("Enter")  # nothing to send
-        assert visit.page.locator(".question").count() == 1
 
     def test_an_answer_is_text(self, visit: Visit) -> None:
         """Markup stays what was written; blocks of code and paragraphs are all that is made of it."""
@@ -308,8 +304,9 @@ class TestConversations:
         page.click("text=Undo")
         assert page.inner_text(".answer .text") == "I am one."
         page.click("[aria-label='Delete Number two']")
-        page.reload()
-        assert names.all_inner_texts() == ["The first"]
+        page.evaluate("localStorage['folovllm.conversation.x'] = '{'; localStorage['folovllm.settings'] = 'x'")
+        page.reload()  # what is damaged does no harm
+        assert names.all_inner_texts() == ["The first"] and visit.ask("Hello", "Fine.") == "Fine."
 
     def test_an_answer_comes_while_another_conversation_is_shown(self, server: Background, visit: Visit) -> None:
         page = visit.page
@@ -327,23 +324,17 @@ class TestConversations:
         page.click("text=A long one")
         assert page.inner_text(".answer .text") and page.inner_text(".answer .figures").endswith("stopped")
 
-    def test_what_is_damaged_does_no_harm(self, visit: Visit) -> None:
-        visit.page.evaluate("localStorage['folovllm.conversation.x'] = '{'; localStorage['folovllm.settings'] = 'x'")
-        visit.page.reload()
-        assert visit.ask("Hello", "Fine.") == "Fine."
 
-
-class TestNames:
-    def test_everything_has_a_name(self, visit: Visit) -> None:
-        """For who hears the page: names of controls, one region that grows and says when it is busy."""
-        visit.ask("Hello", "Fine.")
-        page = visit.page
-        page.click("#settings")
-        nameless = page.evaluate(
-            "[...document.querySelectorAll('button, input, textarea')].filter(one => !(one.ariaLabel || one.textContent.trim()"
-            " || [...one.labels].some(label => label.textContent.trim()))).map(one => one.outerHTML)"
-        )
-        assert nameless == []
-        assert page.get_attribute("#log", "aria-live") == "polite"
-        assert page.get_attribute(".answer", "aria-busy") == "false"
-        assert page.text_content("#status", timeout=1000) == "The answer is there, 0 tokens."
+def test_everything_has_a_name(visit: Visit) -> None:
+    """For who hears the page: names of controls, one region that grows and says when it is busy."""
+    visit.ask("Hello", "Fine.")
+    page = visit.page
+    page.click("#settings")
+    nameless = page.evaluate(
+        "[...document.querySelectorAll('button, input, textarea')].filter(one => !(one.ariaLabel || one.textContent.trim()"
+        " || [...one.labels].some(label => label.textContent.trim()))).map(one => one.outerHTML)"
+    )
+    assert nameless == []
+    assert page.get_attribute("#log", "aria-live") == "polite"
+    assert page.get_attribute(".answer", "aria-busy") == "false"
+    assert page.text_content("#status", timeout=1000) == "The answer is there, 0 tokens."

@@ -49,15 +49,12 @@ class SocketLink:
             if not data:  # the end of the stream
                 self._poll.unregister(self._socket)
                 commands.append(msg.Stop())
-        work: list[msg.Work] = []
         for command in commands:
             if isinstance(command, msg.Call):
                 self.send(self._call(command))
-            else:
-                work.append(command)
-        if any(isinstance(command, msg.Stop) for command in work):
+        if msg.Stop() in commands:
             self._end_recording("closed")
-        return work
+        return [command for command in commands if not isinstance(command, msg.Call)]
 
     def _call(self, call: msg.Call) -> msg.Called:
         """Call a method of the engine. Its ValueError is the caller's mistake; any other exception ends the engine."""
