@@ -138,7 +138,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/server/engine_loop.py", "", "v1/engine/core.py"),
         ("electives/server/aggregator.py", "", ""),
         ("electives/server/transport.py", "", "v1/engine/core_client.py"),
-        ("electives/server/link.py", "", "v1/engine/core.py"),
         ("electives/server/engine_process.py", "", "v1/engine/utils.py"),
         ("electives/server/stream.py", "", "v1/engine/output_processor.py"),
         ("electives/server/async_engine.py", "", "v1/engine/async_llm.py"),

@@ -24,8 +24,8 @@ def main() -> None:
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
     sys.setswitchinterval(SWITCH)
-    from folovllm.electives.server.link import SocketLink
     from folovllm.electives.server.messages import NOT_SENT, Failure
+    from folovllm.electives.server.transport import SocketLink
     from folovllm.engine.llm_engine import make_engine
 
     link, is_well = SocketLink(socket.socket(fileno=fd)), False
