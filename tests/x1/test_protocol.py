@@ -89,11 +89,11 @@ def test_messages_there_and_back() -> None:
 
 ORIGINS = ("page.test", "", "http://a/", "https://", "ftp://x", "file://x", "http://é", "http://a:65536")
 FLAGS: dict[str, tuple[str, list[Any]]] = {
-    "allowed_host": ("give one as", [["http://x"], [""], ["page.test:80"]]),
-    "inspector_host": ("give one as", [["http://x"]]),
-    "api_key": ("give printable", [[""], ["\n"], [" k"], ["k\n"], ["é"]]),
-    "served_model_name": ("give printable", [[""], [" x"], ["a", "b\n"]]),
-    "cors_origin": ("give one as", [[origin] for origin in ORIGINS]),
+    "allowed_host": ("must be a name as", [["http://x"], [""], ["page.test:80"]]),
+    "inspector_host": ("must be a name as", [["http://x"]]),
+    "api_key": ("must be printable", [[""], ["\n"], [" k"], ["k\n"], ["é"]]),
+    "served_model_name": ("must be printable", [[""], [" x"], ["a", "b\n"]]),
+    "cors_origin": ("must be an origin as", [[origin] for origin in ORIGINS]),
     "port": ("between 0 and 65535", [70_000]),
     "max_queued_requests": ("at least 1", [0]),
     "max_body_size": ("at least 1", [0]),
