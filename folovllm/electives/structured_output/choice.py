@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -58,10 +59,11 @@ class Choices:
         return self._sorted[first : bisect_left(self._sorted, so_far + NO_TEXT, first)]
 
     def _mask(self, so_far: bytes, width: int) -> Bitmask:
-        """The mask [width] of an answer that is `so_far`."""
+        """The mask [width] of an answer that is `so_far`. A token that ends an answer is no text of it."""
         within_reach = {choice[: len(so_far) + self.vocabulary.longest] for choice in self.begin_with(so_far)}
+        allowed = choice_mask(self.vocabulary.ids_of, within_reach, so_far, self._end_ids)
         words = np.zeros(width, np.int32)
-        set_bits(words, choice_mask(self.vocabulary.ids_of, within_reach, so_far, self._end_ids))
+        set_bits(words, allowed if so_far in within_reach else {*allowed} - {*self._end_ids})
         return words
 
 
@@ -71,8 +73,12 @@ class ChoiceGrammar(Grammar):
     def __init__(self, choices: Choices) -> None:
         self._choices, self._so_far = choices, b""
 
-    def fill(self, words: Bitmask) -> None:
-        words[:] = self._choices.mask(self._so_far, len(words))
+    def fill(self, lines: Bitmask, drafts: Sequence[int]) -> None:
+        place = copy(self)
+        for words, token in zip(lines, [*drafts, None], strict=False):
+            words[:] = self._choices.mask(place._so_far, len(words))
+            if token is None or not place.accept_token(token):
+                break
 
     def is_accepting(self) -> bool:
         return self._so_far in self._choices.begin_with(self._so_far)[:1]
