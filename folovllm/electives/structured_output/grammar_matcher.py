@@ -57,23 +57,32 @@ class ReasoningPrefix(Grammar):
     New lines in the token that ends it belong to neither. A token that brings anything else behind it is forbidden.
 
     Attributes:
-        behind: the grammar that the answer has from there on.
+        behind: the grammar that the answer has from there on, set by `before`.
         has_ended: whether the closing text has come.
     """
 
-    def __init__(self, vocabulary: Vocabulary, closing: bytes, enders: list[list[int]], behind: Grammar) -> None:
-        """`enders`: what `find_enders` returns for this vocabulary and text."""
-        self._bytes_of, self._closing, self._enders, self._tail = vocabulary.bytes_of, closing, enders, b""
-        self.behind, self.has_ended = behind, False
+    behind: Grammar
+
+    def __init__(self, vocabulary: Vocabulary, closing: bytes) -> None:
+        self._bytes_of, self._closing, self._tail = vocabulary.bytes_of, closing, b""
+        self.has_ended = False
+        # The tokens that bring the end of `closing` and something behind it, by how many bytes of it have come before.
+        longer = [(id_, text) for id_, text in vocabulary.bytes_of.items() if closing[-1] in text[:-1]]
+        self._enders = [[id_ for id_, text in longer if closing in text]]
+        self._enders += ([id_ for id_, text in longer if text.startswith(closing[n:])] for n in range(1, len(closing)))
+
+    def before(self, grammar: Grammar) -> ReasoningPrefix:
+        """The same text before a grammar."""
+        other = copy(self)
+        other.behind = grammar
+        return other
 
     def fill(self, lines: Bitmask, drafts: Sequence[int]) -> None:
         place = self.copy()
         for level, token in enumerate([*drafts, -1]):
             if place.has_ended:
                 return place.behind.fill(lines[level:], drafts[level:])
-            lines[level] = 0
-            set_bits(lines[level], place._forbidden())
-            np.invert(lines[level], out=lines[level])
+            lines[level] = ~mask_of(place._forbidden(), lines.shape[1])
             place.accept_token(token)
 
     def accept_token(self, token_id: int) -> bool:
@@ -84,9 +93,7 @@ class ReasoningPrefix(Grammar):
         return True
 
     def copy(self) -> ReasoningPrefix:
-        other = copy(self)
-        other.behind = self.behind.copy()
-        return other
+        return self.before(self.behind.copy())
 
     def _forbidden(self) -> list[int]:
         """Tokens that would end the text in the middle."""
@@ -95,13 +102,6 @@ class ReasoningPrefix(Grammar):
 
     def _with(self, token_id: int) -> bytes:
         return self._tail + self._bytes_of.get(token_id, b"")
-
-
-def find_enders(vocabulary: Vocabulary, closing: bytes) -> list[list[int]]:
-    """The tokens that bring the end of `closing` and something behind it, by how many bytes of it have come before."""
-    longer = [(id_, text) for id_, text in vocabulary.bytes_of.items() if closing[-1] in text[:-1]]
-    whole = [id_ for id_, text in longer if closing in text]
-    return [whole, *([id_ for id_, text in longer if text.startswith(closing[n:])] for n in range(1, len(closing)))]
 
 
 class GrammarMatcher:
@@ -123,16 +123,17 @@ class GrammarMatcher:
         *,
         model_end: int | None = None,
         min_tokens: int = 0,
-        allowed: Bitmask | None = None,
+        allowed_ids: Collection[int] | None = None,
     ) -> None:
         """`model_end`: one of `end_ids`, by default the first, that is in the masks of a complete grammar, and never text.
 
-        `allowed` [ceil(V / 32)]: the only tokens that the request wants at all.
+        `allowed_ids`: the only tokens that the request wants at all.
         """
-        self._grammar, self._end_ids, self._allowed = grammar, end_ids, allowed
+        self._grammar, self._end_ids, self._allowed_ids = grammar, end_ids, allowed_ids
         self._model_end = end_ids[0] if model_end is None else model_end
         self._num_missing = min_tokens  # tokens that must come before the answer may end
-        self._ends: Bitmask | None = None  # the mask of `end_ids`, once it was needed
+        self._ends: Bitmask | None = None  # their masks, once they were needed
+        self._allowed: Bitmask | None = None
         self.is_over = self.is_broken = False
         self.limit: int | None = None
 
@@ -148,8 +149,8 @@ class GrammarMatcher:
         must not count (`limit`). The step that samples it sets `is_broken`: tokens before these may be on their way.
         """
         if self._ends is None:
-            self._ends = np.zeros_like(lines[0])
-            set_bits(self._ends, self._end_ids)
+            self._ends = mask_of(self._end_ids, lines.shape[1])
+            self._allowed = None if self._allowed_ids is None else mask_of(self._allowed_ids, lines.shape[1])
         self.limit = None
         if self.grammar is None:
             lines[:] = self._ends
@@ -185,7 +186,7 @@ class GrammarMatcher:
 
     def forced(self) -> list[int]:
         """The tokens that come next, as far as there is no choice."""
-        return self._grammar.forced() if self.grammar is not None and self._allowed is None else []
+        return self._grammar.forced() if self.grammar is not None and self._allowed_ids is None else []
 
     def copy(self) -> GrammarMatcher:
         """The matcher of another answer at the same place."""
@@ -194,7 +195,8 @@ class GrammarMatcher:
         return other
 
 
-def set_bits(words: Bitmask, ids: Collection[int]) -> None:
-    """Set the tokens' bits."""
-    at = np.fromiter(ids, np.int64, len(ids))
+def mask_of(ids: Collection[int], width: int) -> Bitmask:
+    """The mask [width] of these tokens."""
+    words, at = np.zeros(width, np.int32), np.fromiter(ids, np.int64, len(ids))
     np.bitwise_or.at(words.view(np.uint32), at // 32, np.uint32(1) << (at % 32).astype(np.uint32))
+    return words

@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,11 +54,6 @@ def library() -> Any:
             'json, regex and grammar need llguidance: pip install "folovllm[serve]", or pip install llguidance'
         ) from error
     return llguidance
-
-
-def is_installed() -> bool:
-    """Whether grammars can be had."""
-    return find_spec("llguidance") is not None
 
 
 def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -124,13 +118,11 @@ class GuidanceGrammar(Grammar):
         return bool(start.is_error())
 
 
-def fill_bitmasks(places: Iterable[tuple[Grammar, int, list[int]]], bits: Bitmask) -> None:
-    """Write the masks of grammars to `bits` [n, ceil(V / 32)]: each comes with the line of its first mask, and with its draft tokens."""
-    single, ahead = [], []  # where there are many, what the library fills on several threads
+def fill_on_threads(places: Iterable[tuple[GuidanceGrammar, int, list[int]]], bits: Bitmask) -> None:
+    """Write masks to `bits` [n, ceil(V / 32)]: each grammar's, as its `fill` does, from a line on, with its draft tokens."""
+    single, ahead = [], []
     for grammar, line, drafts in places:
-        if not isinstance(grammar, GuidanceGrammar) or len(bits) <= FEW:
-            grammar.fill(bits[line:], drafts)
-        elif drafts:
+        if drafts:
             ahead.append((grammar.inner, line, drafts))
         else:
             single.append((grammar.inner, line))

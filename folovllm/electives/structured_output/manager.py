@@ -7,21 +7,16 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from folovllm.electives.structured_output import guidance
-from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
-from folovllm.electives.structured_output.grammar_matcher import (
-    Bitmask,
-    Grammar,
-    GrammarMatcher,
-    ReasoningPrefix,
-    find_enders,
-    set_bits,
-)
+from folovllm.electives.structured_output.choice import ChoiceGrammar
+from folovllm.electives.structured_output.grammar_matcher import Grammar, GrammarMatcher, ReasoningPrefix
+from folovllm.electives.structured_output.guidance import GuidanceGrammar
 from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.request import Sequence
@@ -34,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("folovllm")
 MOST_GRAMMARS = 16  # that are kept: a large grammar takes up to 75 MB
-MOST_USES = 1000  # of a compiled grammar: copies share what the library finds out about it, and keeps for ever
 MOST_TOKENIZERS = 4  # of the library, that are kept: a model with ends of its own has one
 
 
@@ -47,19 +41,12 @@ class Place(NamedTuple):
     drafts: list[int]
 
 
-def is_of_one(error: BaseException) -> bool:
-    """Return whether an exception is one answer's: KeyboardInterrupt is not, a panic of a library in Rust is."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
 @contextmanager
 def alone(seq: Sequence, matcher: GrammarMatcher) -> Iterator[None]:
     """Log an exception of one answer's matcher, which is broken then: that answer ends, and no other one."""
     try:
         yield
-    except BaseException as error:
-        if not is_of_one(error):
-            raise
+    except Exception as error:
         logger.error("the grammar of request %s failed", seq.request_id, exc_info=error)
         matcher.is_broken = True
 
@@ -76,11 +63,10 @@ class StructuredOutputManager:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._matchers: WeakKeyDictionary[Sequence, GrammarMatcher] = WeakKeyDictionary()
-        # By the tokens that end a text, and are never in one: the library's tokenizer, and with a grammar what was compiled,
-        # and how often it was used. The one used last is at the end.
+        # By the tokens that end a text, and are never in one: the library's tokenizer, and with the request what was compiled.
         self._library_tokenizer = lru_cache(MOST_TOKENIZERS)(self._make_library_tokenizer)
-        self._compiled: dict[tuple[str, tuple[int, ...]], tuple[Grammar, int]] = {}
-        self._enders = lru_cache(MOST_GRAMMARS)(lambda closing: find_enders(self._vocabulary, closing))
+        self._compiled: dict[tuple[str, tuple[int, ...]], Grammar] = {}  # the one used last is at the end
+        self._prefix = lru_cache(MOST_GRAMMARS)(lambda closing: ReasoningPrefix(self._vocabulary, closing))
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
         """Make the matchers of a request's answers, if it asks for a grammar: compiled once, and copied for each answer.
@@ -95,23 +81,22 @@ class StructuredOutputManager:
         if not end_ids:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
         model_end_ids = tuple(sorted(first.eos_token_ids) or end_ids)
-        grammar, allowed = self._grammar(asked, model_end_ids), None
+        grammar = self._grammar(asked, model_end_ids)
         if asked.after is not None:
-            closing = asked.after.encode()
-            grammar = ReasoningPrefix(self._vocabulary, closing, self._enders(closing), grammar)
-        if params.allowed_token_ids is not None:
-            set_bits(allowed := np.zeros(mask_width(self._vocab_size), np.int32), params.allowed_token_ids)
+            grammar = self._prefix(asked.after.encode()).before(grammar)
         matcher = GrammarMatcher(
-            grammar, end_ids, model_end=model_end_ids[0], min_tokens=params.min_tokens, allowed=allowed
+            grammar,
+            end_ids,
+            model_end=model_end_ids[0],
+            min_tokens=params.min_tokens,
+            allowed_ids=params.allowed_token_ids,
         )
         for seq in seqs:
             self._matchers[seq] = matcher if seq is first else matcher.copy()
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
         """Whether the step samples for any of these answers. `seqs`: those of the step, in order."""
-        if not self._matchers:
-            return False
-        return any(
+        return bool(self._matchers) and any(
             scheduled.num_samples and seq in self._matchers
             for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True)
         )
@@ -133,23 +118,17 @@ class StructuredOutputManager:
                 places.append(Place(seq, matcher, len(rows), drafts))
             rows += [scheduled.row] * scheduled.num_samples
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
-        self._fill(places, bits)
+        many = []
+        if len(rows) > guidance.FEW:
+            many = [(g, p.line, p.drafts) for p in places if isinstance(g := p.matcher.grammar, GuidanceGrammar)]
+            guidance.fill_on_threads(many, bits)
         for seq, matcher, line, drafts in places:
             with alone(seq, matcher):
-                matcher.finish(bits[line : line + 1 + len(drafts)])
+                lines, grammar = bits[line : line + 1 + len(drafts)], matcher.grammar
+                if grammar is not None and not (many and isinstance(grammar, GuidanceGrammar)):
+                    grammar.fill(lines, drafts)
+                matcher.finish(lines)
         return TokenBitmasks(np.array(rows, np.int32), bits)
-
-    def _fill(self, places: list[Place], bits: Bitmask) -> None:
-        """Write the masks of the grammars to `bits`. If they cannot be made together, each is made by itself."""
-        asked = [(p, (p.matcher.grammar, p.line, p.drafts)) for p in places if p.matcher.grammar]
-        try:
-            guidance.fill_bitmasks([each for _, each in asked], bits)
-        except BaseException as error:
-            if not is_of_one(error):
-                raise
-            for p, each in asked:
-                with alone(p.seq, p.matcher):
-                    guidance.fill_bitmasks([each], bits)
 
     def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
         """The draft tokens, from the first on, that the grammar of an answer allows; all of them where it has none.
@@ -195,7 +174,7 @@ class StructuredOutputManager:
 
     def prepare(self, model_end_ids: Collection[int]) -> None:
         """Do now what the first answer with a grammar would wait for, if the library is there."""
-        if not guidance.is_installed() or not model_end_ids:  # of a model without ends, each request brings its own
+        if find_spec("llguidance") is None or not model_end_ids:  # of a model without ends, each request brings its own
             return
         try:
             self._library_tokenizer(tuple(sorted(model_end_ids)))
@@ -204,16 +183,13 @@ class StructuredOutputManager:
 
     def _grammar(self, asked: StructuredOutputsParams, end_ids: tuple[int, ...]) -> Grammar:
         """The grammar of a request, compiled or copied from one that was. `end_ids`: tokens that end answers and are no text."""
-        key = repr(asked), end_ids
-        grammar, num_uses = self._compiled.pop(key, (None, 0))
-        if grammar is None or num_uses == MOST_USES or grammar.is_exhausted():
-            num_uses = 0
+        grammar = self._compiled.pop(key := (repr(asked), end_ids), None)
+        if grammar is None or grammar.is_exhausted():
             if asked.choice is None:
-                grammar = guidance.GuidanceGrammar.compile(asked, self._library_tokenizer(end_ids))
+                grammar = GuidanceGrammar.compile(asked, self._library_tokenizer(end_ids))
             else:
-                choices = {text.encode() for text in asked.choice}
-                grammar = ChoiceGrammar(Choices(self._vocabulary, choices, end_ids))
-        self._compiled[key] = grammar, num_uses + 1
+                grammar = ChoiceGrammar(self._vocabulary, {text.encode() for text in asked.choice}, end_ids)
+        self._compiled[key] = grammar
         if len(self._compiled) > MOST_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
         return grammar.copy()

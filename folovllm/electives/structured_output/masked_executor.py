@@ -68,8 +68,11 @@ class MaskedStep:
     pending: Pending | None = None  # None: it has its logits, and waits for its bitmasks
 
     def wait(self) -> StepResult:
-        """Wait for the step's tokens and return those that the grammars take."""
-        return self.executor.collect(self)
+        """Wait for the step's tokens and return those that the grammars take. The next step samples if it waits for its bitmasks."""
+        assert self.pending is not None
+        result = self.pending.wait()
+        self.executor.collected(self, result)
+        return result
 
 
 class MaskedExecutor:
@@ -104,14 +107,11 @@ class MaskedExecutor:
         self._num_in_flight += 1
         return step
 
-    def collect(self, step: MaskedStep) -> StepResult:
-        """Wait for the tokens of a step. The next step samples if it waits for its bitmasks."""
-        assert step.pending is not None
-        result = step.pending.wait()
+    def collected(self, step: MaskedStep, result: StepResult) -> None:
+        """Take in the tokens of a step."""
         self._num_in_flight -= 1
         self._manager.accept_tokens(step.seqs, result.token_ids)
         self._sample()
-        return result
 
     def _sample(self) -> None:
         if (step := self._unsampled) is not None:
