@@ -17,7 +17,7 @@ import pytest
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
-from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
+from folovllm.electives.structured_output.choice import ChoiceGrammar
 from folovllm.electives.structured_output.guidance import LIMITS
 from folovllm.electives.structured_output.params import GrammarLimits, StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
@@ -143,18 +143,19 @@ class TestChoices:
         """A step looks up a few bytes for each answer, however many choices there are and however long they are."""
         rng = random.Random(0)
         choices = ["".join(rng.choices("abcdefgh", k=num_letters)).encode() for _ in range(64_000 // num_letters)]
-        shared, counted = Choices(vocabulary, choices, [0]), vocabulary.ids_of
+        shared, counted = ChoiceGrammar(vocabulary, choices, [0]), vocabulary.ids_of
         assert isinstance(counted, Counted)
-        first, words = shared.mask(b"", 9), np.empty(9, np.int32)
-        answers, counted.num_asked = [ChoiceGrammar(shared) for _ in range(128)], 0
+        first, words = np.empty((1, 9), np.int32), np.empty((1, 9), np.int32)
+        shared.fill(first, [])
+        answers, counted.num_asked = [shared.copy() for _ in range(128)], 0
         for answer in answers:
-            answer.fill(words)
+            answer.fill(words, [])
             assert (words == first).all()
         assert counted.num_asked == 0, "all answers that are at the same place share a mask"
         for answer in answers:
             chosen = rng.choice(choices)
             assert answer.accept_token(chosen[0]) and answer.accept_token(chosen[1])
-            answer.fill(words)
+            answer.fill(words, [])
         assert counted.num_asked < 128 * vocabulary.longest * (1 + len(choices) // 64)
 
 

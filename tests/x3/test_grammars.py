@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from folovllm.electives.spec_decode.speculation import Speculation
 from folovllm.electives.structured_output import guidance
 from folovllm.electives.structured_output import manager as manager_module
-from folovllm.electives.structured_output.grammar_matcher import Bitmask, GrammarMatcher
+from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher
 from folovllm.electives.structured_output.guidance import GuidanceGrammar
 from folovllm.electives.structured_output.manager import StructuredOutputManager
 from folovllm.electives.structured_output.params import StructuredOutputsParams
@@ -27,32 +27,18 @@ from tests.x3.drafting_loop import sequence
 ANY, LAST, NOTHING_BEHIND = 0b1111, 3, 2
 
 
-class DeadEnd:
+class DeadEnd(Grammar):
     """Allows the tokens 0 to 3. Behind a 2 it finds none, and is not complete."""
 
-    sees_ahead: ClassVar[bool] = False
+    is_dead = False
 
-    def __init__(self, is_dead: bool = False) -> None:
-        self._is_dead = is_dead
-
-    def fill(self, words: Bitmask) -> None:
-        words[:] = 0 if self._is_dead else ANY
-
-    def is_accepting(self) -> bool:
-        return False
+    def fill(self, lines: Bitmask, drafts: Sequence[int]) -> None:
+        for words, is_dead in zip(lines, [self.is_dead, *(token == NOTHING_BEHIND for token in drafts)], strict=True):
+            words[:] = 0 if is_dead else ANY
 
     def accept_token(self, token_id: int) -> bool:
-        self._is_dead = token_id == NOTHING_BEHIND
+        self.is_dead = token_id == NOTHING_BEHIND
         return token_id <= LAST
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        return next((i for i, token in enumerate(token_ids) if token > LAST), len(token_ids))
-
-    def forced(self) -> list[int]:
-        return []
-
-    def copy(self) -> DeadEnd:
-        return DeadEnd(self._is_dead)
 
 
 def manager_of(seq: Any) -> StructuredOutputManager:
@@ -133,10 +119,11 @@ def test_masks_behind_drafts_as_one_by_one(grammar: dict[str, Any], few: int, mo
             assert text[i : i + len(forced)] == forced[: end - i]
             two = SchedulerOutput((*step(seq, drafts).scheduled_seqs, *step(other, []).scheduled_seqs))
             masks = manager.bitmasks(two, [seq, other])
-            manager._limits.clear()
             assert ids_of(masks.bits[-1]) == allowed_by(manager._matchers[other])
-            for level, at in enumerate(matcher.copy().ahead(manager.trim(seq, drafts))):
+            at = matcher.copy()
+            for level, token in enumerate([*manager.trim(seq, drafts), text[i]]):
                 assert ids_of(masks.bits[level]) == allowed_by(at)
+                at.accept_token(token)
             matcher.accept_token(text[i])
     assert num_forced or "choice" in grammar
 
@@ -184,11 +171,11 @@ def test_requests_to_a_model_without_ends_have_each_their_own(prepared: bool) ->
 
 def allowed_by(matcher: GrammarMatcher) -> list[int]:
     """What may come, each place asked by itself."""
-    matcher, words = matcher.copy(), np.full(mask_width(VOCAB_SIZE), -1, np.int32)
+    lines = np.full((1, mask_width(VOCAB_SIZE)), -1, np.int32)
     if matcher.grammar is not None:
-        matcher.grammar.fill(words)
-    matcher.finish(words)
-    return ids_of(words)
+        matcher.grammar.fill(lines, [])
+    matcher.copy().finish(lines)
+    return ids_of(lines[0])
 
 
 def ids_of(words: Bitmask) -> list[int]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 
-import numpy as np
-
-from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar, set_bits
+from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar, mask_of
 from folovllm.electives.structured_output.vocabulary import Vocabulary
 
 NO_TEXT = b"\xff"  # a byte that no text holds: it stands behind all texts that go on from the same beginning
@@ -45,38 +44,41 @@ def choice_mask(
     return sorted(allowed)
 
 
-class Choices:
-    """The texts that an answer may be, in order, and the masks that answers needed; all answers of a grammar share them."""
+class ChoiceGrammar(Grammar):
+    """An answer that must be one of a few texts. It forces no tokens: a text may be cut into tokens in several ways.
+
+    Its copies share the texts, and the masks that answers needed.
+    """
 
     def __init__(self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int]) -> None:
-        self.vocabulary, self._sorted, self._end_ids = vocabulary, sorted(choices), end_ids
-        self.mask = lru_cache(MOST_MASKS)(self._mask)
+        self._vocabulary, self._choices, self._end_ids = vocabulary, sorted(choices), end_ids
+        self._mask = lru_cache(MOST_MASKS)(self._make_mask)
+        self._so_far = b""
 
-    def begin_with(self, so_far: bytes) -> Sequence[bytes]:
-        """Those of the choices that begin with these bytes, the shortest first; found without a look at the others."""
-        first = bisect_left(self._sorted, so_far)
-        return self._sorted[first : bisect_left(self._sorted, so_far + NO_TEXT, first)]
-
-    def _mask(self, so_far: bytes, width: int) -> Bitmask:
-        """The mask [width] of an answer that is `so_far`."""
-        within_reach = {choice[: len(so_far) + self.vocabulary.longest] for choice in self.begin_with(so_far)}
-        words = np.zeros(width, np.int32)
-        set_bits(words, choice_mask(self.vocabulary.ids_of, within_reach, so_far, self._end_ids))
-        return words
-
-
-class ChoiceGrammar(Grammar):
-    """An answer that must be one of a few texts. It forces no tokens: a text may be cut into tokens in several ways."""
-
-    def __init__(self, choices: Choices) -> None:
-        self._choices, self._so_far = choices, b""
-
-    def fill(self, words: Bitmask) -> None:
-        words[:] = self._choices.mask(self._so_far, len(words))
+    def fill(self, lines: Bitmask, drafts: Sequence[int]) -> None:
+        place = self.copy()
+        for words, token in zip(lines, [*drafts, None], strict=False):
+            words[:] = self._mask(place._so_far, len(words))
+            if token is None or not place.accept_token(token):
+                break
 
     def is_accepting(self) -> bool:
-        return self._so_far in self._choices.begin_with(self._so_far)[:1]
+        return self._so_far in self._begin_with(self._so_far)[:1]
 
     def accept_token(self, token_id: int) -> bool:
-        self._so_far += self._choices.vocabulary.bytes_of.get(token_id, NO_TEXT)
-        return bool(self._choices.begin_with(self._so_far))
+        self._so_far += self._vocabulary.bytes_of.get(token_id, NO_TEXT)
+        return bool(self._begin_with(self._so_far))
+
+    def copy(self) -> ChoiceGrammar:
+        return copy(self)
+
+    def _begin_with(self, so_far: bytes) -> Sequence[bytes]:
+        """Those of the choices that begin with these bytes, the shortest first; found without a look at the others."""
+        first = bisect_left(self._choices, so_far)
+        return self._choices[first : bisect_left(self._choices, so_far + NO_TEXT, first)]
+
+    def _make_mask(self, so_far: bytes, width: int) -> Bitmask:
+        """The mask [width] of an answer that is `so_far`. A token that ends an answer is no text of it."""
+        within_reach = {choice[: len(so_far) + self._vocabulary.longest] for choice in self._begin_with(so_far)}
+        allowed = choice_mask(self._vocabulary.ids_of, within_reach, so_far, self._end_ids)
+        return mask_of(allowed if so_far in within_reach else {*allowed} - {*self._end_ids}, width)

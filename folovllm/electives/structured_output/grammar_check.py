@@ -45,8 +45,7 @@ class GrammarChecker:
         """`readers`: whose one thread alone may use the tokenizer."""
         self._limits, self._readers = limits, readers
         self._slots = asyncio.Semaphore(AT_ONCE)
-        # By a grammar's digest: what is wrong with it, "" if nothing; the oldest first.
-        self._known: dict[bytes, str] = {}
+        self._known: dict[bytes, str] = {}  # by a grammar's digest, what is wrong with it; the oldest first
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None  # to the process
         self._setting: tuple[PreTrainedTokenizerBase, int, list[int]]  # set by `use`
@@ -70,6 +69,7 @@ class GrammarChecker:
             raise ValueError(error)
 
     async def _ask(self, asked: StructuredOutputsParams) -> str:
+        """What is wrong with the grammar, "" if nothing. Raises ValueError, which is not kept, if the check does not end."""
         line = await asyncio.get_running_loop().run_in_executor(self._readers, self._started)
         here, there = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=here)
@@ -86,20 +86,16 @@ class GrammarChecker:
             writer.close()
         if verdict:
             return verdict[1:].decode()
-        if not self._is_up:
+        if self._process is None or self._process.poll() is not None:
             raise RuntimeError("the process that checks grammars has ended: ask again")
-        raise ValueError(  # not kept: the system may have ended it for another reason
+        raise ValueError(
             f"structured_outputs is too complex: to check it takes more than {self._limits.seconds:g} s or "
             f"{self._limits.memory} MiB, so take a simpler grammar (the server's limits are --grammar-seconds, --grammar-memory)"
         )
 
-    @property
-    def _is_up(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
     def _started(self) -> socket.socket:
         """The line to the process, which is started if need be. Raises ValueError for a tokenizer that cannot be read."""
-        if self._line is not None and self._is_up:
+        if self._line is not None and self._process is not None and self._process.poll() is None:
             return self._line
         self.close()
         tokenizer, vocab_size, end_ids = self._setting
@@ -148,10 +144,10 @@ def main() -> None:
 def verdict_on(connection: socket.socket, limits: GrammarLimits, tokenizer: Any) -> str:
     """What is wrong with the grammar that the connection brings, "" if nothing. Beyond the limits, this process ends."""
     asked = pickle.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
-    if isinstance(tokenizer, ValueError):
-        return str(tokenizer)
-    _bound(connection, limits)
     try:
+        if isinstance(tokenizer, ValueError):
+            raise tokenizer
+        _bound(connection, limits)
         guidance.check_grammar(asked, tokenizer)
     except ValueError as error:
         return str(error)
@@ -161,11 +157,9 @@ def verdict_on(connection: socket.socket, limits: GrammarLimits, tokenizer: Any)
 def _bound(connection: socket.socket, limits: GrammarLimits) -> None:
     """Let the system end this process beyond the limits, and at the end of the connection: by signals' own actions."""
     if STATUS.exists():
-        pages = int(STATUS.read_text().split()[0])
-        most = pages * resource.getpagesize() + (limits.memory << 20)
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        now, hard = int(STATUS.read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = now * resource.getpagesize() + (limits.memory << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when memory is refused
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)  # of processor time: then SIGPROF

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,25 +15,23 @@ Bitmask = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is
 
 
 class Grammar(ABC):
-    """One answer's place in a grammar.
-
-    Attributes:
-        sees_ahead: whether masks behind tokens that may come can be made together, without copies (`fill_bitmasks`).
-    """
-
-    sees_ahead: ClassVar[bool] = False
+    """One answer's place in a grammar."""
 
     @abstractmethod
-    def fill(self, words: Bitmask) -> None:
-        """Write the mask of the tokens that may come next over `words`; of those that end an answer, the model's own."""
+    def fill(self, lines: Bitmask, drafts: Sequence[int]) -> None:
+        """Write the masks of the next token and of those behind n draft tokens over `lines` [at least 1 + n, ceil(V / 32)].
 
-    @abstractmethod
-    def is_accepting(self) -> bool:
-        """Whether the answer may end here."""
+        Nothing is written behind a draft token that the grammar does not allow. Where the answer may end, a mask has the tokens
+        that end the model's answers, and elsewhere none of them.
+        """
 
     @abstractmethod
     def accept_token(self, token_id: int) -> bool:
         """Take in a token. False: the grammar does not allow it, or has become too complex to be followed."""
+
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+        return False
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, one after the other, the grammar allows. The answer stays where it is."""
@@ -54,37 +51,57 @@ class Grammar(ABC):
         return False
 
 
-class ReasoningPrefix:
+class ReasoningPrefix(Grammar):
     """The free text before an answer has a grammar: up to a closing text, "</think>" say, wherever tokens cut it.
 
     New lines in the token that ends it belong to neither. A token that brings anything else behind it is forbidden.
+
+    Attributes:
+        behind: the grammar that the answer has from there on, set by `before`.
+        has_ended: whether the closing text has come.
     """
 
+    behind: Grammar
+
     def __init__(self, vocabulary: Vocabulary, closing: bytes) -> None:
-        self._vocabulary, self._closing, self._tail = vocabulary, closing, b""
-        self._enders = enders(vocabulary, closing)
+        self._bytes_of, self._closing, self._tail = vocabulary.bytes_of, closing, b""
+        self.has_ended = False
+        # The tokens that bring the end of `closing` and something behind it, by how many bytes of it have come before.
+        longer = [(id_, text) for id_, text in vocabulary.bytes_of.items() if closing[-1] in text[:-1]]
+        self._enders = [[id_ for id_, text in longer if closing in text]]
+        self._enders += ([id_ for id_, text in longer if text.startswith(closing[n:])] for n in range(1, len(closing)))
+
+    def before(self, grammar: Grammar) -> ReasoningPrefix:
+        """The same text before a grammar."""
+        other = copy(self)
+        other.behind = grammar
+        return other
+
+    def fill(self, lines: Bitmask, drafts: Sequence[int]) -> None:
+        place = self.copy()
+        for level, token in enumerate([*drafts, -1]):
+            if place.has_ended:
+                return place.behind.fill(lines[level:], drafts[level:])
+            lines[level] = ~mask_of(place._forbidden(), lines.shape[1])
+            place.accept_token(token)
 
     def accept_token(self, token_id: int) -> bool:
-        """Take in a token. Whether the closing text has come."""
+        if self.has_ended:
+            return self.behind.accept_token(token_id)
         text = self._with(token_id)
-        self._tail = text[-len(self._closing) :]
-        return self._closing in text
+        self._tail, self.has_ended = text[-len(self._closing) :], self._closing in text
+        return True
 
-    def forbidden(self) -> list[int]:
+    def copy(self) -> ReasoningPrefix:
+        return self.before(self.behind.copy())
+
+    def _forbidden(self) -> list[int]:
         """Tokens that would end the text in the middle."""
         near = {id_ for n, ids in enumerate(self._enders) if self._tail.endswith(self._closing[:n]) for id_ in ids}
         return [id_ for id_ in near if self._with(id_).partition(self._closing)[2].strip(b"\n")]
 
     def _with(self, token_id: int) -> bytes:
-        return self._tail + self._vocabulary.bytes_of.get(token_id, b"")
-
-
-def enders(vocabulary: Vocabulary, closing: bytes) -> list[list[int]]:
-    """The tokens that bring the end of `closing` and something behind it, by how many bytes of it have come before."""
-    last = closing[-1]
-    longer = [(id_, text) for id_, text in vocabulary.bytes_of.items() if last in text[:-1]]
-    whole = [id_ for id_, text in longer if closing in text]
-    return [whole, *([id_ for id_, text in longer if text.startswith(closing[n:])] for n in range(1, len(closing)))]
+        return self._tail + self._bytes_of.get(token_id, b"")
 
 
 class GrammarMatcher:
@@ -92,136 +109,94 @@ class GrammarMatcher:
 
     The answer may end where the grammar is complete, and then only ends: by any of `end_ids`. `min_tokens` holds as far as the
     grammar has something else to offer. Where it has not, ends are repeated until there are enough: they are no text.
+
+    Attributes:
+        is_over: the answer may only end.
+        is_broken: nothing leads to an answer of this grammar any more, and all that counts was taken in.
+        limit: how many of the tokens that the step samples may count; None: all of them. Set by `finish`.
     """
 
     def __init__(
         self,
         grammar: Grammar,
-        end_ids: Collection[int],
+        end_ids: Sequence[int],
         *,
-        model_end_ids: Collection[int] = (),
+        model_end: int | None = None,
         min_tokens: int = 0,
-        allowed: Bitmask | None = None,
-        prefix: ReasoningPrefix | None = None,
+        allowed_ids: Collection[int] | None = None,
     ) -> None:
-        """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all.
+        """`model_end`: one of `end_ids`, by default the first, that is in the masks of a complete grammar, and never text.
 
-        `model_end_ids`: those of `end_ids` that are never text. Where the grammar is complete, the grammar's mask has them.
+        `allowed_ids`: the only tokens that the request wants at all.
         """
-        self._grammar, self._end_ids, self._allowed, self._prefix = grammar, end_ids, allowed, prefix
-        self._model_end_ids = np.array(model_end_ids, np.int32)
+        self._grammar, self._end_ids, self._allowed_ids = grammar, end_ids, allowed_ids
+        self._model_end = end_ids[0] if model_end is None else model_end
         self._num_missing = min_tokens  # tokens that must come before the answer may end
-        self._ends: Bitmask | None = None  # the mask of `end_ids`, once it was needed
-        self._forced: list[int] | None = None  # what is known of `forced`
-        self.is_over = False  # it may only end
-        self.is_broken = False  # nothing leads to an answer of this grammar any more, and all that counts was taken in
+        self._ends: Bitmask | None = None  # their masks, once they were needed
+        self._allowed: Bitmask | None = None
+        self.is_over = self.is_broken = False
+        self.limit: int | None = None
 
     @property
     def grammar(self) -> Grammar | None:
-        """Whose mask `finish` starts from; None where the grammar has no say: before it begins, and when it is over."""
-        return None if self.is_over or self.is_broken or self._prefix is not None else self._grammar
+        """What fills the masks that `finish` starts from; None where the answer only ends."""
+        return None if self.is_over or self.is_broken else self._grammar
 
-    def finish(self, words: Bitmask) -> bool:
-        """From the mask of the grammar, if there is one, to that of all the request asks for, in place: [ceil(V / 32)].
+    def finish(self, lines: Bitmask) -> None:
+        """From the masks of the grammar, if there is one, to those of all the request asks for, in place: [1 + n, ceil(V / 32)].
 
-        Returns whether an answer of this grammar can still come. If not, `words` has the ends alone; and what is sampled with
-        them must not count: `is_broken` is set by the step that sampled it, since tokens before it may be on their way.
+        Where no answer of this grammar can come any more, a mask has the ends alone; and what is sampled with it, and behind it,
+        must not count (`limit`). The step that samples it sets `is_broken`: tokens before these may be on their way.
         """
-        if self.is_over or self.is_broken:
-            words[:] = self._end_words(words)
-            return self.is_over
-        if self._prefix is not None:
-            words.fill(0)
-            set_bits(words, self._prefix.forbidden())
-            np.invert(words, out=words)
-        elif self._grammar.is_accepting():
-            words |= self._end_words(words)
-        if self._allowed is not None:
-            words &= self._allowed
-        if self._num_missing > 0:
-            words &= ~self._end_words(words)
-        if words.any():
-            return True
-        words[:] = self._end_words(words)
-        return self._prefix is None and self._grammar.is_accepting()
-
-    def _end_words(self, words: Bitmask) -> Bitmask:
-        """The mask of the tokens that end an answer, as long as `words`."""
         if self._ends is None:
-            self._ends = np.zeros_like(words)
-            set_bits(self._ends, self._end_ids)
-        return self._ends
-
-    def accept_token(self, token_id: int) -> None:
-        """Take in a token that was sampled."""
-        self._num_missing -= 1
-        self._forced = self._forced[1:] or None if self._forced and self._forced[0] == token_id else None
-        if self.is_over or self.is_broken:
+            self._ends = mask_of(self._end_ids, lines.shape[1])
+            self._allowed = None if self._allowed_ids is None else mask_of(self._allowed_ids, lines.shape[1])
+        self.limit = None
+        if self.grammar is None:
+            lines[:] = self._ends
             return
-        if self._prefix is not None:
-            if self._prefix.accept_token(token_id):
-                self._prefix = None
-        elif token_id in self._end_ids and self._grammar.is_accepting():
+        for level, words in enumerate(lines):
+            if is_complete := bool(words[self._model_end // 32] >> self._model_end % 32 & 1):
+                words |= self._ends  # the request's own ends may be text to the grammar
+            if self._allowed is not None:
+                words &= self._allowed
+            if self._num_missing > level:
+                words &= ~self._ends
+            if not words.any():
+                words[:] = self._ends
+                if not is_complete:
+                    self.limit = level
+                    return
+
+    def accept_token(self, token_id: int) -> bool:
+        """Take in a token that was sampled. False: it does not count, for the answer is broken."""
+        self._num_missing -= 1
+        if token_id in self._end_ids and self._grammar.is_accepting():
             self.is_over = True
-        else:
+        elif self.grammar is not None:
             self.is_broken = not self._grammar.accept_token(token_id)
+            if isinstance(self._grammar, ReasoningPrefix) and self._grammar.has_ended:
+                self._grammar = self._grammar.behind
+        return not self.is_broken
 
     def num_allowed(self, drafted: Sequence[int]) -> int:
         """How many of these tokens, from the first on, the grammar allows. An end is no draft token: nothing is behind it."""
-        if self.is_over or self.is_broken:
-            return 0
         first_end = next((i for i, token in enumerate(drafted) if token in self._end_ids), len(drafted))
-        return first_end if self._prefix is not None else self._grammar.num_allowed(drafted[:first_end])
+        return self._grammar.num_allowed(drafted[:first_end]) if self.grammar is not None else 0
 
     def forced(self) -> list[int]:
         """The tokens that come next, as far as there is no choice."""
-        if self._forced is None:
-            self._forced = [] if self.grammar is None or self._allowed is not None else self._grammar.forced()
-        return self._forced
-
-    @property
-    def sees_ahead(self) -> bool:
-        """Whether masks behind draft tokens can be made together, and only the ends of the answer added (`finish_ahead`)."""
-        is_plain = self.grammar is not None and self._allowed is None and self._num_missing <= 0
-        return is_plain and self._grammar.sees_ahead
-
-    def finish_ahead(self, lines: Bitmask) -> int | None:
-        """Add the ends to the masks [n, ceil(V / 32)] of the next token and of those behind draft tokens, in place.
-
-        For a matcher that `sees_ahead`. The grammar is complete where its mask has an end of the model: the request's own ends
-        may be text to it. Where no token leads to an answer, the mask gets the ends alone. Returns the first such index, or None.
-        """
-        ends, own = self._end_words(lines[0]), self._model_end_ids
-        lines[(lines[:, own // 32] >> own % 32 & 1).any(axis=1)] |= ends
-        nowhere = (np.bitwise_or.reduce(lines, axis=1) == 0).nonzero()[0]
-        lines[nowhere] = ends
-        return int(nowhere[0]) if len(nowhere) else None
-
-    def ahead(self, drafted: Sequence[int]) -> Iterator[GrammarMatcher]:
-        """The matcher itself, and others at the places behind the draft tokens, up to the first that leads nowhere."""
-        place = self
-        yield place
-        for token in drafted:
-            place = place.behind([token])
-            yield place
-            if place.is_broken:
-                break
-
-    def behind(self, token_ids: Sequence[int]) -> GrammarMatcher:
-        """The matcher itself, or if there are any tokens another one behind them."""
-        place = self.copy() if token_ids else self
-        for token in token_ids:
-            place.accept_token(token)
-        return place
+        return self._grammar.forced() if self.grammar is not None and self._allowed_ids is None else []
 
     def copy(self) -> GrammarMatcher:
         """The matcher of another answer at the same place."""
         other = copy(self)
-        other._grammar, other._prefix = self._grammar.copy(), copy(self._prefix)
+        other._grammar = self._grammar.copy()
         return other
 
 
-def set_bits(words: Bitmask, ids: Collection[int]) -> None:
-    """Set the tokens' bits."""
-    at = np.fromiter(ids, np.int64, len(ids))
+def mask_of(ids: Collection[int], width: int) -> Bitmask:
+    """The mask [width] of these tokens."""
+    words, at = np.zeros(width, np.int32), np.fromiter(ids, np.int64, len(ids))
     np.bitwise_or.at(words.view(np.uint32), at // 32, np.uint32(1) << (at % 32).astype(np.uint32))
+    return words

@@ -11,16 +11,15 @@ import math
 import random
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from functools import cache
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar
-from folovllm.electives.structured_output.json_schema import byte_tokenizer, with_an_end
+from folovllm.electives.structured_output.json_schema import bounded_pattern, bounded_schema
 from folovllm.electives.structured_output.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 # Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
 WHITESPACE = r" |\n {0,16}"
-MOST_SPACES = 16  # times that a part of a user's own pattern repeats itself
 
 # What the lexer may cost: some 20 ms a mask, and 50 MB for a grammar. The library's own limits are two to five times as far.
 LIMITS = {
@@ -37,7 +35,6 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-NO_GRAMMAR = "structured_outputs holds a grammar that cannot be used"
 NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
 WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
 BYTE_WALKS, BYTE_STEPS = 24, 120  # of `require_way_on`: some 10 ms
@@ -59,11 +56,6 @@ def library() -> Any:
     return llguidance
 
 
-def is_installed() -> bool:
-    """Whether grammars can be had."""
-    return find_spec("llguidance") is not None
-
-
 def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
     """The tokenizer as its library writes it. Raises ValueError for one of another library."""
     try:
@@ -77,180 +69,15 @@ def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def make_tokenizer(written: str, vocab_size: int, end_ids: Sequence[int]) -> Any:
     """The tokenizer that `tokenizer_json` wrote, for llguidance: about a second's work. Raises ValueError for one that it cannot read."""
-    library()
-    from llguidance import LLTokenizer
-
+    tokenizer = library().LLTokenizer
     try:
-        return LLTokenizer(written, n_vocab=vocab_size, eos_token=list(end_ids))
+        return tokenizer(written, n_vocab=vocab_size, eos_token=list(end_ids))
     except Exception as error:  # the binding knows no narrower class
         raise ValueError(f"{NO_TOKENIZER}: {error}") from error
 
 
-def source_of(asked: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own notation. Raises ValueError if it cannot be had."""
-    compiler = library().LLMatcher
-    if asked.regex is not None:
-        return str(compiler.grammar_from_regex(asked.regex))
-    if asked.grammar is not None:
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            grammar = any_to_lark(asked.grammar)
-        except Exception as error:  # the library knows no narrower class
-            raise ValueError(f"{NO_GRAMMAR}: {error}") from error
-        grammar = bounded(grammar)
-        try:
-            return str(compiler.grammar_from_lark(grammar))
-        except ValueError as error:
-            raise ValueError(f"{NO_GRAMMAR}: {error}") from error
-    space = WHITESPACE if asked.whitespace_pattern is None else bounded_pattern(asked.whitespace_pattern)
-    whitespace = {"whitespace_pattern": None if asked.disable_any_whitespace else space}
-    schema = asked.schema()
-    if schema is False:
-        raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
-    overrides = {"whitespace_flexible": not asked.disable_any_whitespace, "lenient": not asked.strict}
-    written = rewritten({} if schema is True else schema, whitespace | {"lenient": not asked.strict})
-    return str(compiler.grammar_from_json_schema(written, overrides=overrides))
-
-
-def rewritten(schema: Any, whitespace: dict[str, Any], **defaults: Any) -> str:
-    """Return the schema `with_an_end` and bounded white space, as JSON; as it is if it is none: the library says what is wrong.
-
-    `whitespace` replaces the schema's own options, `defaults` do not.
-    """
-    otherwise = json.dumps(schema)
-    given = schema.get("x-guidance", {})
-    if isinstance(given, dict):
-        given = {key: bounded_pattern(v) if isinstance(v, str) else v for key, v in given.items() if v is not None}
-        options = {key: v for key, v in (defaults | given | whitespace).items() if v is not None}
-        schema = schema | {"x-guidance": options}
-    try:
-        return json.dumps(with_an_end(schema))
-    except (TypeError, AttributeError, IndexError, RecursionError):
-        return otherwise
-    except ValueError as error:
-        raise ValueError(f"structured_outputs holds a JSON schema that cannot be used: {error}") from error
-
-
-def bounded(grammar: str) -> str:
-    """Return a grammar whose JSON schemas (`%json {...}`) are as those of requests: they bound numbers and white space."""
-    parts, at = "", 0
-    for found in re.finditer(r'"(?:\\.|[^"\\\n])*"|%json\s*(?=\{)', grammar):
-        if found[0].startswith("%") and found.start() >= at:  # not within a text, and not within another schema
-            try:
-                schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
-            except (ValueError, RecursionError):  # no JSON: the library says so
-                return parts + grammar[at:]
-            parts += grammar[at : found.end()] + rewritten(schema, {}, whitespace_pattern=WHITESPACE)
-            at = end
-    return parts + grammar[at:]
-
-
-def bounded_pattern(pattern: str) -> str:
-    """Return a regular expression whose parts repeat themselves at most `MOST_SPACES` times where it set no limit."""
-
-    def bound(found: re.Match[str]) -> str:
-        least = {"*": "0", "+": "1"}.get(found[0], found[1])
-        return found[0] if least is None else f"{{{least},{int(least) + MOST_SPACES}}}"
-
-    return re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]|\{(\d{1,4}),\}", bound, pattern)
-
-
-def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
-    """Raise ValueError if an answer may come to where nothing follows, or if no answer ends.
-
-    Nothing in the library says so. So walks go through the grammar byte by byte, a while where chance leads, and then look for an
-    end. They prefer what leads far through a document in few steps, and every fourth one white space.
-    """
-    guidance, deadline = library(), time.process_time() + BYTE_SECONDS
-    start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
-    ended = set[bool | None]()
-    for seed in range(BYTE_WALKS):
-        chance, place = random.Random(seed), start.deep_copy()
-        likely, share = (STRUCTURE, 0.7) if seed % 4 else (SPACE, 0.95)
-        walk(place, chance, chance.randrange(BYTE_STEPS) if seed % 3 else 0, likely, share, deadline)
-        error = place.get_error()
-        if error.startswith("Parser Error") or "too many expressions" in error:
-            require_good(asked, error)
-        ended.add(finds_end(place, chance, 250 if seed else LONGEST_END, deadline))
-        error = place.get_error()
-        if error.startswith("NoExtension") or "ff_tokens" in error:  # nothing follows, or the same for ever
-            ended = {False}
-            break
-    if False in ended and True not in ended:
-        says = "an answer may come to where it finds no end: nothing can follow, or a part leads back to itself"
-        raise ValueError(f"structured_outputs holds a {kind_of(asked)} that cannot be used: {says}")
-
-
-def finds_end(place: Any, chance: random.Random, steps: int, deadline: float) -> bool | None:
-    """Whether a walk from this place on comes to an end of the text within so many choices; None if that cannot be told.
-
-    Mostly it takes what closes before what separates, then letters and digits, and last what opens.
-    """
-    for _ in range(steps):
-        if place.is_error() or time.process_time() > deadline:
-            return None
-        if place.is_accepting() or place.is_stopped():
-            return True
-        if forced := place.compute_ff_tokens():
-            place.consume_tokens(forced)
-        elif allowed := allowed_at(place):
-            most = min(map(RANK.__getitem__, allowed)) if chance.random() < 0.9 else max(RANK)
-            place.consume_token(chance.choice([byte for byte in allowed if RANK[byte] <= most]))
-    return False
-
-
-def walk(
-    place: Any, chance: random.Random, steps: int, likely: Collection[int] = (), share: float = 0, end: float = math.inf
-) -> None:
-    """Move a place so many tokens on. A `share` of them is of `likely` at least, where the grammar allows some of them.
-
-    At `end`, in seconds of the process, the walk ends.
-    """
-    for _ in range(steps):
-        allowed = allowed_at(place)
-        if place.is_stopped() or not allowed or time.process_time() > end:
-            break
-        first = [token for token in allowed if token in likely]
-        place.consume_token(chance.choice(first if first and chance.random() < share else allowed))
-
-
-def allowed_at(place: Any) -> list[int]:
-    """The tokens that may come next."""
-    mask = np.frombuffer(place.compute_bitmask(), np.uint8)
-    allowed: list[int] = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
-    return allowed
-
-
-def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
-    """Raise ValueError if this grammar is none, has no text, or becomes too complex within a few tokens.
-
-    The library finds out what a grammar costs only as an answer goes through it: so a few go, each where chance leads.
-    """
-    start = GuidanceGrammar.compile(asked, tokenizer).inner
-    for seed in range(WALKS):
-        place = start.deep_copy()
-        walk(place, random.Random(seed), STEPS)
-        require_good(asked, place.get_error())
-
-
-def kind_of(asked: StructuredOutputsParams) -> str:
-    """What a message calls the form."""
-    return asked.kind if asked.kind in ("regex", "grammar") else "JSON schema"
-
-
-def require_good(asked: StructuredOutputsParams, error: str) -> None:
-    """Raise ValueError with the library's `error`, unless it is empty or a warning."""
-    if error and not error.startswith("WARNING"):
-        no_text = error.startswith("NoExtension")
-        says = "no text matches it" if no_text else " ".join(error.split("<backtrace>")[0].split())[:500]
-        raise ValueError(f"structured_outputs holds a {kind_of(asked)} that cannot be used: {says}")
-
-
 class GuidanceGrammar(Grammar):
     """An answer's place in a grammar of the library."""
-
-    sees_ahead: ClassVar[bool] = True
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner  # an LLMatcher
@@ -258,16 +85,15 @@ class GuidanceGrammar(Grammar):
     @classmethod
     def compile(cls, asked: StructuredOutputsParams, tokenizer: Any) -> GuidanceGrammar:
         """At the beginning of an answer, with its first mask. Raises ValueError if the grammar cannot be used, or has no text."""
-        guidance = library()
-        grammar = source_of(asked)
-        inner = guidance.LLMatcher(tokenizer, grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+        source = source_of(asked)
+        inner = _matcher(tokenizer, source)
         inner.compute_bitmask()
         require_good(asked, inner.get_error())
-        require_way_on(asked, grammar)
+        require_way_on(asked, source)
         return cls(inner)
 
-    def fill(self, words: Bitmask) -> None:
-        self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    def fill(self, lines: Bitmask, drafts: Sequence[int]) -> None:
+        self.inner.unsafe_compute_mask_ptr_with_draft_token(lines.ctypes.data, lines[0].nbytes, drafts)
 
     def is_accepting(self) -> bool:
         return bool(self.inner.is_accepting())
@@ -292,31 +118,158 @@ class GuidanceGrammar(Grammar):
         return bool(start.is_error())
 
 
-def fill_bitmasks(places: Collection[tuple[Grammar, int, list[int]]], bits: Bitmask) -> None:
-    """Write the masks of grammars to lines of `bits` [n, ceil(V / 32)].
-
-    Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
-    follow, up to one that the grammar does not allow. Only a grammar that `sees_ahead` may have tokens.
-    """
-    is_parallel = sum(1 + len(tokens) for _, _, tokens in places) > FEW
-    single: list[tuple[Any, int]] = []
-    ahead: list[tuple[Any, int, list[int]]] = []
-    for grammar, i, tokens in places:
-        if not isinstance(grammar, GuidanceGrammar) or not (is_parallel or tokens):
-            grammar.fill(bits[i])
-        elif not is_parallel:
-            grammar.inner.unsafe_compute_mask_ptr_with_draft_token(bits[i:].ctypes.data, bits[i].nbytes, tokens)
-        elif tokens:
-            ahead.append((grammar.inner, i, tokens))
+def fill_on_threads(places: Iterable[tuple[GuidanceGrammar, int, list[int]]], bits: Bitmask) -> None:
+    """Write masks to `bits` [n, ceil(V / 32)]: each grammar's, as its `fill` does, from a line on, with its draft tokens."""
+    single, ahead = [], []
+    for grammar, line, drafts in places:
+        if drafts:
+            ahead.append((grammar.inner, line, drafts))
         else:
-            single.append((grammar.inner, i))
+            single.append((grammar.inner, line))
+    where = bits.ctypes.data, bits[0].nbytes, len(bits)
     if single:
-        _threads().unsafe_compute_mask_ptr(single, bits.ctypes.data, bits[0].nbytes, len(bits))
+        _threads().unsafe_compute_mask_ptr(single, *where)
     if ahead:
-        _threads().unsafe_compute_mask_ptr_with_draft_token(ahead, bits.ctypes.data, bits[0].nbytes, len(bits))
+        _threads().unsafe_compute_mask_ptr_with_draft_token(ahead, *where)
 
 
 @cache
 def _threads() -> Any:
     """Those on which masks are made, for all engines of this process."""
     return library().LLExecutor()
+
+
+def source_of(asked: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own notation. Raises ValueError if it cannot be had."""
+    compiler = library().LLMatcher
+    try:
+        if asked.regex is not None:
+            return str(compiler.grammar_from_regex(asked.regex))
+        if asked.grammar is not None:
+            from llguidance.gbnf_to_lark import any_to_lark
+
+            return str(compiler.grammar_from_lark(bounded(any_to_lark(asked.grammar))))
+        if (schema := asked.schema()) is False:
+            raise ValueError("no document is valid under the schema false")
+        space = None if asked.disable_any_whitespace else bounded_pattern(asked.whitespace_pattern or WHITESPACE)
+        options = {"whitespace_pattern": space, "lenient": not asked.strict}
+        options["whitespace_flexible"] = not asked.disable_any_whitespace
+        return str(compiler.grammar_from_json_schema(bounded_schema({} if schema is True else schema, options)))
+    except Exception as error:  # the library knows no narrower class
+        raise unusable(asked, str(error)) from error
+
+
+def bounded(grammar: str) -> str:
+    """Return a grammar whose JSON schemas (`%json {...}`) are as those of requests: they bound numbers and white space."""
+    parts, at = "", 0
+    for found in re.finditer(r'"(?:\\.|[^"\\\n])*"|%json\s*(?=\{)', grammar):
+        if found[0].startswith("%") and found.start() >= at:  # not within a text, and not within another schema
+            try:
+                schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+            except (ValueError, RecursionError):  # no JSON: the library says so
+                break
+            parts += grammar[at : found.end()] + bounded_schema(schema, {}, whitespace_pattern=WHITESPACE)
+            at = end
+    return parts + grammar[at:]
+
+
+def _matcher(tokenizer: Any, source: str) -> Any:
+    guidance = library()
+    return guidance.LLMatcher(tokenizer, source, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+
+
+def unusable(asked: StructuredOutputsParams, says: str) -> ValueError:
+    """The error of a grammar that cannot be used."""
+    kind = asked.kind if asked.kind in ("regex", "grammar") else "JSON schema"
+    return ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
+
+
+def require_good(asked: StructuredOutputsParams, error: str) -> None:
+    """Raise ValueError with the library's `error`, unless it is empty or a warning."""
+    if error.startswith("NoExtension"):
+        raise unusable(asked, "no text matches it")
+    if error and not error.startswith("WARNING"):
+        raise unusable(asked, " ".join(error.split("<backtrace>")[0].split())[:500])
+
+
+def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
+    """Raise ValueError if this grammar is none, has no text, or becomes too complex within a few tokens.
+
+    The library finds out what a grammar costs only as an answer goes through it: so a few go, each where chance leads.
+    """
+    start = GuidanceGrammar.compile(asked, tokenizer).inner
+    for seed in range(WALKS):
+        place = start.deep_copy()
+        walk(place, random.Random(seed), STEPS)
+        require_good(asked, place.get_error())
+
+
+def require_way_on(asked: StructuredOutputsParams, source: str) -> None:
+    """Raise ValueError if an answer may come to where nothing follows, or if no answer ends.
+
+    Nothing in the library says so. So walks go through the grammar byte by byte, a while where chance leads, and then look for an
+    end. They prefer what leads far through a document in few steps, and every fourth one white space.
+    """
+    start, deadline = _matcher(_byte_tokenizer(), source), time.process_time() + BYTE_SECONDS
+    ended = set[bool | None]()
+    for seed in range(BYTE_WALKS):
+        chance, place = random.Random(seed), start.deep_copy()
+        likely, share = (STRUCTURE, 0.7) if seed % 4 else (SPACE, 0.95)
+        walk(place, chance, chance.randrange(BYTE_STEPS) if seed % 3 else 0, likely, share, deadline)
+        error = place.get_error()
+        if error.startswith("Parser Error") or "too many expressions" in error:
+            require_good(asked, error)
+        ended.add(finds_end(place, chance, 250 if seed else LONGEST_END, deadline))
+        error = place.get_error()
+        if error.startswith("NoExtension") or "ff_tokens" in error:  # nothing follows, or the same for ever
+            ended = {False}
+            break
+    if False in ended and True not in ended:
+        says = "an answer may come to where it finds no end: nothing can follow, or a part leads back to itself"
+        raise unusable(asked, says)
+
+
+def walk(
+    place: Any, chance: random.Random, steps: int, likely: Collection[int] = (), share: float = 0, end: float = math.inf
+) -> None:
+    """Move a place so many tokens on. A `share` of them is of `likely` at least, where the grammar allows some of them.
+
+    At `end`, in seconds of the process, the walk ends.
+    """
+    for _ in range(steps):
+        allowed = allowed_at(place)
+        if place.is_stopped() or not allowed or time.process_time() > end:
+            break
+        first = [token for token in allowed if token in likely]
+        place.consume_token(chance.choice(first if first and chance.random() < share else allowed))
+
+
+def finds_end(place: Any, chance: random.Random, steps: int, deadline: float) -> bool | None:
+    """Whether a walk from this place on comes to an end of the text within so many choices; None if that cannot be told.
+
+    Mostly it takes what closes before what separates, then letters and digits, and last what opens.
+    """
+    for _ in range(steps):
+        if place.is_error() or time.process_time() > deadline:
+            return None
+        if place.is_accepting() or place.is_stopped():
+            return True
+        if forced := place.compute_ff_tokens():
+            place.consume_tokens(forced)
+        elif allowed := allowed_at(place):
+            most = min(map(RANK.__getitem__, allowed)) if chance.random() < 0.9 else max(RANK)
+            place.consume_token(chance.choice([byte for byte in allowed if RANK[byte] <= most]))
+    return False
+
+
+def allowed_at(place: Any) -> list[int]:
+    """The tokens that may come next."""
+    mask = np.frombuffer(place.compute_bitmask(), np.uint8)
+    allowed: list[int] = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
+    return allowed
+
+
+@cache
+def _byte_tokenizer() -> Any:
+    """A tokenizer of the library whose tokens 0 to 255 are bytes."""
+    return library().LLTokenizer("byte")

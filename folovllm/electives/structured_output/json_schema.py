@@ -1,40 +1,62 @@
-"""JSON schemas whose numbers llguidance keeps: rewritten where that keeps their documents, else refused.
+"""JSON schemas whose numbers, names and white space llguidance keeps: rewritten where that keeps their documents, else refused.
 
 The library reads all numbers as float64, and takes whole ones beyond 64 bits for the largest there is; -2**63 ends the process.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 Schema = dict[str, Any]
 LARGEST = 2**63 - 1024  # the largest float64 below 2**63, up to which llguidance counts
 SMALLEST = 1e-64  # the library's pattern for a fraction nests once for each zero
-LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-BOUNDED = {*LEAST, *MOST, "enum", "const"}  # keywords with which a whole number has an end
+MOST_SPACES = 16  # times that a part of a user's own pattern of white space repeats itself
+BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}  # times the sign: lower bounds
 ONE = ("additionalProperties", "items", "additionalItems")  # keywords whose value is a schema
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of them
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # a dictionary of them
 
 
-def with_an_end(schema: Schema) -> Schema:
-    """Return a schema of the same documents in which whole numbers without a bound have 64 bits.
+def bounded_schema(schema: Schema, options: dict[str, Any], **defaults: Any) -> str:
+    """Return a schema of the same documents as JSON, in which whole numbers without a bound have 64 bits, and white space an end.
+
+    Of the schema's own options (`x-guidance`), `options` replace those of the same name, and `defaults` do not; what is None is
+    left out.
 
     Raises:
-        ValueError: a number is none of the library's; names are forbidden by a pattern, so that one may begin and never end; or,
-            unless the library is told to be lenient, repeated names could make up `minProperties`.
+        ValueError: a number is none of the library's; names are forbidden by a pattern, so that one may begin and never end;
+            repeated names could make up `minProperties`, unless the schema is to be read leniently; or it is no schema.
     """
-    is_strict = not schema.get("x-guidance", {}).get("lenient")
+    if not isinstance(given := schema.get("x-guidance", {}), dict):
+        raise ValueError("x-guidance must be an object")
+    given = {key: bounded_pattern(v) if isinstance(v, str) else v for key, v in given.items() if v is not None}
+    options = {key: v for key, v in (defaults | given | options).items() if v is not None}
+    schema = schema | {"x-guidance": options}
 
     def change(inner: Schema) -> Schema:
-        _require_names(inner, is_strict)
+        _require_names(inner, is_strict=not options.get("lenient"))
         return _with_bounds(inner)
 
-    rewritten: Schema = _map(schema, change)
-    return rewritten
+    try:
+        return json.dumps(_map(schema, change))
+    except (TypeError, AttributeError) as error:
+        raise ValueError("patternProperties must be an object, and required a list of names") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def bounded_pattern(pattern: str) -> str:
+    """Return a regular expression whose parts repeat themselves at most `MOST_SPACES` times where it set no limit."""
+
+    def bound(found: re.Match[str]) -> str:
+        least = {"*": "0", "+": "1"}.get(found[0], found[1])
+        return found[0] if least is None else f"{{{least},{int(least) + MOST_SPACES}}}"
+
+    return re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]|\{(\d{1,4}),\}", bound, pattern)
 
 
 def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
@@ -67,32 +89,28 @@ def _require_names(schema: Schema, is_strict: bool) -> None:
 
 
 def _with_bounds(schema: Schema) -> Schema:
+    """Return the schema with numbers that the library counts with. Raises ValueError for one that it would take for another."""
     for number in _numbers_in([schema.get("const"), schema.get("enum")]):
         _require_exact(number)
-    schema = {key: _bound(key, value) if key in (*LEAST, *MOST) else value for key, value in schema.items()}
-    types = schema.get("type")
-    is_whole = "integer" in types and "number" not in types if isinstance(types, list) else types == "integer"
-    if is_whole:
-        return {**schema, "minimum": -LARGEST, "maximum": LARGEST} if BOUNDED.isdisjoint(schema) else schema
+    schema = dict(schema)
+    for key, sign in BOUNDS.items():
+        bound: Any = schema.get(key)
+        if _is_number(bound):
+            if sign * bound < -LARGEST:  # beyond 64 bits, and leaves all numbers on this side
+                schema[key] = -sign * LARGEST
+            else:
+                _require_exact(bound)
+    types = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
+    if "integer" in types and "number" not in types:
+        has_end = not schema.keys().isdisjoint({*BOUNDS, "enum", "const"})
+        return schema if has_end else {**schema, "minimum": -LARGEST, "maximum": LARGEST}
     for exclusive, inclusive, sign in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):
-        bound: Any = schema.get(exclusive)
+        bound = schema.get(exclusive)
         if _is_number(bound):  # 0 passes an exclusiveMinimum of 0, and 1.00000000000000000001 is 1 to whoever reads it
             next_one = math.nextafter(bound, sign * math.inf) if abs(bound) > SMALLEST else sign * SMALLEST
-            given = schema.get(inclusive, next_one)
-            schema = {**schema, inclusive: sign * max(sign * given, sign * next_one) if _is_number(given) else given}
+            other = schema.get(inclusive, next_one)
+            schema[inclusive] = sign * max(sign * other, sign * next_one) if _is_number(other) else other
     return schema
-
-
-def _bound(key: str, value: Any) -> Any:
-    """A bound; one beyond 64 bits that leaves numbers on this side is that of 64 bits."""
-    if not _is_number(value):
-        return value
-    if key in LEAST and value < -LARGEST:
-        return -LARGEST
-    if key in MOST and value > LARGEST:
-        return LARGEST
-    _require_exact(value)
-    return value
 
 
 def _require_exact(number: int | float) -> None:
@@ -111,11 +129,3 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
 
 def _is_number(value: Any) -> bool:
     return type(value) is int or (type(value) is float and math.isfinite(value))
-
-
-@cache
-def byte_tokenizer() -> Any:
-    """Return a tokenizer of the library whose tokens 0 to 255 are bytes."""
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")

@@ -17,7 +17,7 @@ from folovllm.engine.scheduler import SchedulerLike
 from folovllm.executor.abstract import Executor, Pending
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
-from folovllm.step.bitmasks import MASKS, TokenBitmasks
+from folovllm.step.bitmasks import MASKS
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
 logger = logging.getLogger("folovllm")
@@ -26,10 +26,11 @@ _managers: WeakKeyDictionary[LLMEngine, StructuredOutputManager] = WeakKeyDictio
 
 def add_grammar(engine: LLMEngine, seqs: SequenceOf[Sequence]) -> None:
     """Register the grammar of a new request. Raises ValueError if the grammar is not supported."""
-    manager_of(engine).add(seqs)
+    manager = manager_of(engine)
+    manager.add(seqs)
     if not isinstance(engine.executor, MaskedExecutor):
-        engine.core.executor = MaskedExecutor(engine.executor, engine.scheduler, manager_of(engine))
-        engine.core.end_early = partial(end_broken, engine.core, manager_of(engine))
+        engine.core.executor = MaskedExecutor(engine.executor, engine.scheduler, manager)
+        engine.core.end_early = partial(end_broken, engine.core, manager)
 
 
 def end_broken(core: EngineCore, manager: StructuredOutputManager, seqs: list[Sequence]) -> list[SequenceOutput]:
@@ -67,8 +68,11 @@ class MaskedStep:
     pending: Pending | None = None  # None: it has its logits, and waits for its bitmasks
 
     def wait(self) -> StepResult:
-        """Wait for the step's tokens and return those that the grammars take."""
-        return self.executor.collect(self)
+        """Wait for the step's tokens and return those that the grammars take. The next step samples if it waits for its bitmasks."""
+        assert self.pending is not None
+        result = self.pending.wait()
+        self.executor.collected(self, result)
+        return result
 
 
 class MaskedExecutor:
@@ -79,8 +83,7 @@ class MaskedExecutor:
     """
 
     def __init__(self, inner: Executor, scheduler: SchedulerLike, manager: StructuredOutputManager) -> None:
-        self._inner, self._scheduler = inner, scheduler
-        self._manager = manager
+        self._inner, self._scheduler, self._manager = inner, scheduler, manager
         self._num_in_flight = 0
         self._unsampled: MaskedStep | None = None
 
@@ -104,26 +107,19 @@ class MaskedExecutor:
         self._num_in_flight += 1
         return step
 
-    def collect(self, step: MaskedStep) -> StepResult:
-        """Wait for the tokens of a step. The next step samples if it waits for its bitmasks."""
-        assert step.pending is not None
-        result = step.pending.wait()
+    def collected(self, step: MaskedStep, result: StepResult) -> None:
+        """Take in the tokens of a step."""
         self._num_in_flight -= 1
         self._manager.accept_tokens(step.seqs, result.token_ids)
         self._sample()
-        return result
 
     def _sample(self) -> None:
-        if self._unsampled is not None:
-            step, self._unsampled = self._unsampled, None
+        if (step := self._unsampled) is not None:
+            self._unsampled = None
             bitmasks = self._manager.bitmasks(step.output, step.seqs)
             if isinstance(self._inner, PackedExecutor):
                 step.pending = self._inner.sample(bitmasks)
             else:
-                step.pending = self._inner.submit(with_masks(step.output, bitmasks))
-
-
-def with_masks(output: SchedulerOutput, bitmasks: TokenBitmasks) -> SchedulerOutput:
-    """Return the step with the bitmasks of its samples."""
-    rows = [scheduled.row for scheduled in output.scheduled_seqs]
-    return replace(output, extras={**(output.extras or {}), MASKS: bitmasks.by_index(rows)})
+                masks = bitmasks.by_index([scheduled.row for scheduled in step.output.scheduled_seqs])
+                extras = {**(step.output.extras or {}), MASKS: masks}
+                step.pending = self._inner.submit(replace(step.output, extras=extras))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
-import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from reprlib import repr as shown  # of a long value, its beginning
 from typing import Any
 
 from folovllm.engine.require import takes_vllm_arguments
@@ -12,17 +12,16 @@ from folovllm.engine.require import takes_vllm_arguments
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 LONGEST = 1 << 16  # characters of a description: the engine waits while it is compiled, up to a second
 LONGEST_CHOICE = 1000  # characters of one
-SWITCHES = ("disable_any_whitespace", "strict")
-TEXT = (str, "a text that is not empty")
-WANTED: dict[str, tuple[Any, str]] = {  # of what type each field is, in Python and in words
+TEXT, SWITCH = (str, "a text that is not empty"), (bool, "True or False")
+TYPES: dict[str, tuple[Any, str]] = {  # of each field, in Python and in words
     "json": (str | dict | bool, "a JSON schema, an object"),
     "regex": TEXT,
-    "choice": (list | tuple, "a list of texts, at least one"),
+    "choice": (list | tuple, "a list of texts, at least one, none of them empty"),
     "grammar": TEXT,
-    "json_object": (bool, "True or False"),
+    "json_object": SWITCH,
     "whitespace_pattern": TEXT,
-    "disable_any_whitespace": (bool, "True or False"),
-    "strict": (bool, "True or False"),
+    "disable_any_whitespace": SWITCH,
+    "strict": SWITCH,
     "after": TEXT,
 }
 
@@ -68,21 +67,14 @@ class StructuredOutputsParams:
     after: str | None = None
 
     def __post_init__(self) -> None:
-        for name, (kind, says) in WANTED.items():
-            value = getattr(self, name)
-            if not (isinstance(value, kind) or (value is None and name not in SWITCHES)):
-                raise ValueError(f"{name} must be {says}, not {_shown(value)}")
-            if value == "":
-                raise ValueError(f"{name} must be a text that is not empty, not ''")
-            if isinstance(value, str):
-                _require_text(name, value)
+        for own in fields(self):
+            if (value := getattr(self, own.name)) is not own.default:
+                _check(own.name, value)
         self.json_object = self.json_object or None
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             what = f"{' and '.join(given)} are given" if given else "nothing is given"
             raise ValueError(f"structured_outputs wants exactly one of {', '.join(KINDS)}: {what}")
-        if self.choice is not None:
-            self._check_choice(self.choice)
         if self.json is not None:
             self.json = _as_text(self.json)
 
@@ -90,17 +82,6 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """Which of `KINDS` is given."""
         return next(name for name in KINDS if getattr(self, name) is not None)
-
-    def _check_choice(self, texts: list[str]) -> None:
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"choice must be a list of texts, at least one, not {_shown(texts)}")
-        if not all(texts):
-            raise ValueError("a choice must not be empty: an answer is at least a character long")
-        if max(map(len, texts)) > LONGEST_CHOICE or sum(map(len, texts)) > LONGEST:
-            raise ValueError(
-                f"choice must have at most {LONGEST_CHOICE} characters each and {LONGEST} in all: take regex or grammar"
-            )
-        _require_text("choice", "".join(texts))
 
     def schema(self) -> dict[str, Any] | bool:
         """The JSON schema, of `json` or `json_object`."""
@@ -117,12 +98,18 @@ def as_params(given: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**given)
 
 
-def _require_text(name: str, value: str) -> None:
-    """Raise ValueError for a text that is too long, or that has no bytes."""
-    if len(value) > LONGEST:
-        raise ValueError(f"{name} has more than {LONGEST} characters: take a simpler one")
+def _check(name: str, value: Any) -> None:
+    """Raise ValueError for the value of a field that is of the wrong type, empty, too long, or has no bytes."""
+    (kind, says), texts = TYPES[name], value if name == "choice" else [value]
+    has_type = isinstance(value, kind) and (name != "choice" or all(isinstance(text, str) for text in texts))
+    if not has_type or not texts or "" in texts:
+        raise ValueError(f"{name} must be {says}, not {shown(value)}")
+    texts = [text for text in texts if isinstance(text, str)]
+    if sum(map(len, texts)) > LONGEST or (name == "choice" and max(map(len, texts)) > LONGEST_CHOICE):
+        each = f" ({LONGEST_CHOICE} a text)" if name == "choice" else ""
+        raise ValueError(f"{name} has more than {LONGEST} characters{each}: take a simpler form")
     try:
-        value.encode()
+        "".join(texts).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} holds an unpaired surrogate, half a character") from error
 
@@ -135,7 +122,7 @@ def _as_text(schema: str | dict[str, Any] | bool) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json must be a JSON schema: {error}") from error
     if not isinstance(read, dict | bool):
-        raise ValueError(f"json must be a JSON schema, an object, not {_shown(read)}")
+        raise ValueError(f"json must be a JSON schema, an object, not {shown(read)}")
     if len(text) > LONGEST:
         raise ValueError(f"json must be a JSON schema: it has more than {LONGEST} characters")
     return text
@@ -144,8 +131,3 @@ def _as_text(schema: str | dict[str, Any] | bool) -> str:
 def refuse_constant(name: str) -> None:
     """Raise ValueError for what Python reads and JSON does not have: NaN, Infinity."""
     raise ValueError(f"JSON has no {name}")
-
-
-def _shown(value: object) -> str:
-    """A value as a message shows it: the beginning of it, if it is long."""
-    return reprlib.repr(value)
