@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from folovllm import EngineConfig
 from folovllm.apps.bench.roofline import Weights
 from folovllm.electives.quantization.config import CheckpointQuantization
 from folovllm.electives.quantization.fp8 import Fp8
-from folovllm.electives.quantization.scaled import Int8
+from folovllm.electives.quantization.layouts import FP8, INT8
+from folovllm.electives.quantization.linear_method import Quantized
 from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
@@ -21,30 +23,30 @@ from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.x2.quantized import ALIGNED, BLOCK, E4M3, FP8_BLOCKS, FP8_WIDE, compressed, quantize_8, write_quantized
 from tests.x2.quantized import BYTE_KINDS as KINDS
 
-INT8 = compressed(8, "int", "int-quantized", "channel")
-IN_WHOLE = "whole numbers of at least 1 are needed"
+SAID_INT8 = compressed(8, "int", "int-quantized", "channel")
+IN_WHOLE = "weights share a scale, where whole numbers of at least 1 are needed"
 UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "quip"}, "quantized by 'quip'.*not supported: the known ones are fp8, .*compressed-tensors"),
     ({"bits": 4}, "quantized by None"),
     ({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme 'odd' is not supported"),
     *(
-        ({"quant_method": "fp8", "weight_block_size": block}, f"a block of .* {IN_WHOLE}")
+        ({"quant_method": "fp8", "weight_block_size": block}, IN_WHOLE)
         for block in ([0, 128], [-128, 128], ["128", "128"], [128.0, 128])
     ),
     ({"quant_method": "fp8", "modules_to_not_convert": ["re:["]}, "quantization_config in config.json: .*unterminated"),
     ({"quant_method": "fp8", "modules_to_not_convert": [3]}, "cannot read the quantization_config"),
-    *(({"quant_method": "gptq", "bits": 4, "group_size": n}, f"group_size is {n!r}, where {IN_WHOLE}") for n in ("128", -32)),
+    *(({"quant_method": "gptq", "bits": 4, "group_size": n}, f"1 x {n!r} {IN_WHOLE}") for n in ("128", -32)),
     *(
-        (compressed(4, "int", "pack-quantized", "group", group_size=size), f"group_size is .*{IN_WHOLE}")
+        (compressed(4, "int", "pack-quantized", "group", group_size=size), IN_WHOLE)
         for size in (0, -32, 128.0, "128", True)
     ),
     (compressed(4, "int", "pack-quantized", "group", group_size=32, actorder="group"), "whose actorder is not 'group'"),
     (compressed(5, "int", "pack-quantized", "group"), "int5 pack-quantized are not supported"),
-    (compressed(8, "int", "int-quantized", "group", group_size=0), f"a block of .* {IN_WHOLE}"),
+    (compressed(8, "int", "int-quantized", "group", group_size=0), IN_WHOLE),
     (compressed(8, "int", "int-quantized", "attn_head"), "strategy 'attn_head'"),
     (compressed(8, "int", "int-quantized", "channel", symmetric=False), "asymmetric int8"),
-    (INT8 | {"config_groups": []}, "quantization_config"),
-    (INT8 | {"format": "marlin-24"}, "int8 marlin-24 are not"),
+    (SAID_INT8 | {"config_groups": []}, "quantization_config"),
+    (SAID_INT8 | {"format": "marlin-24"}, "int8 marlin-24 are not"),
 ]  # fmt: skip
 
 
@@ -58,18 +60,18 @@ class TestWhatACheckpointSays:
         return linear_method_of(name)
 
     def test_by_name(self) -> None:
-        both = Fp8("weight_scale_inv", BLOCK, activations="dynamic")
-        assert self.linear_method_of(FP8_BLOCKS, "model.layers.0.self_attn.qkv_proj") == both
-        alone = FP8_BLOCKS | {"activation_scheme": None}
-        assert self.linear_method_of(alone, "model.layers.0.self_attn.qkv_proj") == Fp8("weight_scale_inv", BLOCK)
-        assert self.linear_method_of(KINDS["int8 channel"][1], "model.layers.0.mlp.down_proj") == Int8()
+        alone = Fp8(replace(FP8, scales="weight_scale_inv"), BLOCK)
+        assert self.linear_method_of(FP8_BLOCKS, "model.layers.0.self_attn.qkv_proj") == replace(alone, rounds=True)
+        said = FP8_BLOCKS | {"activation_scheme": None}
+        assert self.linear_method_of(said, "model.layers.0.self_attn.qkv_proj") == alone
+        assert self.linear_method_of(KINDS["int8 channel"][1], "model.layers.0.mlp.down_proj") == Quantized(INT8)
         said = FP8_BLOCKS | {"modules_to_not_convert": ["model.layers.1", "down_proj"]}
         assert self.linear_method_of(said, "model.layers.0.mlp.down_proj") is None
         assert self.linear_method_of(said, "model.layers.1.mlp.gate_up_proj") is None
         assert self.linear_method_of(said, "model.layers.10.mlp.gate_up_proj") is not None
         said = compressed(8, "int", "int-quantized", "channel", ("lm_head", "re:.*layers\\.0\\.mlp"))
         assert self.linear_method_of(said, "model.layers.0.mlp.down_proj") is None
-        assert self.linear_method_of(said, "model.layers.1.mlp.down_proj") == Int8()
+        assert self.linear_method_of(said, "model.layers.1.mlp.down_proj") == Quantized(INT8)
 
     @pytest.mark.parametrize(("said", "says"), UNKNOWN)
     def test_what_is_unknown_is_refused_by_its_name(self, said: dict[str, Any], says: str) -> None:
@@ -99,7 +101,7 @@ def test_some_layers_stay_plain(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        (INT8, r"proj.weight' is stored as float8_e4m3fn, and config.json makes it int8"),
+        (SAID_INT8, r"proj.weight' is stored as float8_e4m3fn, and config.json makes it int8"),
         (None, r"stored as float8_e4m3fn: quantized weights that config.json does not speak of"),
     ],
 )
@@ -133,10 +135,10 @@ def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> No
 
     source = tiny_checkpoint("qwen3", num_hidden_layers=1, **ALIGNED)
     driver = Driver(write_quantized(source, tmp_path, *FP8_WIDE)[0], layers=skinny_layers(16))
-    before = driver.model.model.layers[0].self_attn.qkv_proj.columns.clone()  # type: ignore[union-attr]
+    before = driver.model.model.layers[0].self_attn.qkv_proj.quantized.columns.clone()  # type: ignore[union-attr]
     assert before.std() > 0.1
     load_model(driver.model, tmp_path / "coded", use_tqdm=False)
-    assert torch.equal(driver.model.model.layers[0].self_attn.qkv_proj.columns, before)  # type: ignore[union-attr]
+    assert torch.equal(driver.model.model.layers[0].self_attn.qkv_proj.quantized.columns, before)  # type: ignore[union-attr]
 
 
 def test_what_a_step_reads() -> None:
