@@ -15,7 +15,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFWriter,
 
 from folovllm import EngineConfig
 from folovllm.apps.cli import main
-from folovllm.electives.quantization import int4
 from folovllm.electives.quantization.gguf_file import convert
 from folovllm.electives.quantization.gguf_reader import read_gguf
 from folovllm.electives.quantization.gguf_weights import TYPES
@@ -47,7 +46,7 @@ def test_blocks_are_what_their_library_says(kind: str) -> None:
     parts = TYPES[kind][1](torch.tensor(raw))
     if "words" in parts:
         weight = QuantizedWeight(parts["words"], parts["scales"], 1, 32, parts.get("zeros"))
-        got = int4.dequantized(weight, torch.float32)
+        got = weight.dequantized(torch.float32)
     else:
         scales = parts["weight_scale"]
         got = parts["weight"].float() * scales.repeat_interleave(expected.shape[1] // scales.shape[1], 1)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from folovllm.engine.require import require
 from folovllm.models.files import reading
 from folovllm.models.written_files import cache_dir
 
@@ -116,16 +117,16 @@ def convert(gguf_file: Path, out: Path, keep_quantized: bool = False) -> None:
 def _check_supported(values: Values) -> None:
     """Raise ValueError unless this is a Llama model with SmolLM2's kind of tokenizer, whole sizes and RoPE as it was trained."""
     family, tokenizer = values.get("general.architecture"), values.get(f"{_TOKENS}pre", "smollm")
-    if family != "llama" or tokenizer != "smollm" or values.get(f"{_TOKENS}model") != "gpt2":
-        raise ValueError(
-            f"it holds a model of architecture {family!r} with tokenizer {tokenizer!r}: of GGUF files those of architecture "
-            "'llama' with tokenizer 'smollm' are supported. Take the model's safetensors"
-        )
+    require(
+        (family, tokenizer, values.get(f"{_TOKENS}model")) == ("llama", "smollm", "gpt2"),
+        f"it holds a model of architecture {family!r} with tokenizer {tokenizer!r}: of GGUF files those of architecture "
+        "'llama' with tokenizer 'smollm' are supported. Take the model's safetensors",
+    )
     for key in (f"llama.{name}" for name in _SIZES):
-        if not (isinstance(size := values.get(key), int) and 0 < size < 2**31):
-            raise ValueError(f"{key} is {size!r}, and must be a whole number of at least 1")
-    if (scaling := values.get("llama.rope.scaling.type", "none")) != "none":
-        raise ValueError(f"llama.rope.scaling.type {scaling!r} is not supported: take the model's safetensors")
+        fits = isinstance(size := values.get(key), int) and 0 < size < 2**31
+        require(fits, f"{key} is {size!r}, and must be a whole number of at least 1")
+    scaling = values.get("llama.rope.scaling.type", "none")
+    require(scaling == "none", f"llama.rope.scaling.type {scaling!r} is not supported: take the model's safetensors")
 
 
 def _config(values: Values) -> LlamaConfig:
@@ -137,11 +138,11 @@ def _config(values: Values) -> LlamaConfig:
     fields = {field: values[key] for key, field in keys.items() if key in values}
     fields |= {"vocab_size": len(values[f"{_TOKENS}tokens"]), "dtype": "bfloat16", **_special_ids(values)}
     config = LlamaConfig(architectures=["LlamaForCausalLM"], **fields)
-    size = values.get("llama.attention.key_length", config.hidden_size // config.num_attention_heads)
-    if config.head_dim != size:
-        raise ValueError(
-            f"llama.rope.dimension_count is {config.head_dim}, and only whole heads, of {size}, are supported"
-        )
+    size, rotated = (
+        values.get("llama.attention.key_length", config.hidden_size // config.num_attention_heads),
+        config.head_dim,
+    )
+    require(rotated == size, f"llama.rope.dimension_count is {rotated}, and only whole heads, of {size}, are supported")
     return config
 
 
@@ -200,8 +201,8 @@ def _tokenizer(values: Values) -> PreTrainedTokenizerFast:
     types = zip(tokens, values.get(f"{_TOKENS}token_type", [0] * len(tokens)), strict=True)
     special = [token for token, token_type in types if token_type == 3]  # GGUF's "control"
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    if not isinstance(template := values.get("tokenizer.chat_template"), str | None):
-        raise ValueError("tokenizer.chat_template must be a text")
+    template = values.get("tokenizer.chat_template")
+    require(isinstance(template, str | None), "tokenizer.chat_template must be a text")
     ids = _special_ids(values) | {"unk_token_id": values.get(f"{_TOKENS}unknown_token_id")}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=template, model_max_length=values["llama.context_length"],

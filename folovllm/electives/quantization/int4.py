@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from folovllm.electives.quantization import packing
-from folovllm.electives.quantization.linear_method import Quantized, keep, rows_of, state_of
+from folovllm.electives.quantization.linear_method import Quantized, keep, state_of
 from folovllm.electives.quantization.weight import QuantizedWeight
-from folovllm.layers.fusable import ALL
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
@@ -32,16 +31,17 @@ class Int4(Quantized):
             )
         return 1, size
 
+    def groups_of(self, inputs: int) -> torch.Tensor:
+        """Return the group of each input, int32 [inputs], where they come in order."""
+        return torch.arange(inputs, dtype=torch.int32) // self.block_of(inputs)[1]
+
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
         """Where inputs come in order, `g_idx` numbers their groups, or is left zero (vLLM drops any)."""
-        count = tensor.numel()
-        if name.endswith(".g_idx") and tensor.any():
-            groups = torch.arange(count) // self.block_of(count)[1]
-            if not torch.equal(tensor.long(), groups):
-                raise ValueError(
-                    f"{name!r} puts inputs into groups in an order of their own, of which config.json says nothing: set "
-                    '"desc_act": true in the quantization_config there'
-                )
+        if name.endswith(".g_idx") and tensor.any() and not torch.equal(tensor.int(), self.groups_of(tensor.numel())):
+            raise ValueError(
+                f"{name!r} puts inputs into groups in an order of their own, of which config.json says nothing: set "
+                '"desc_act": true in the quantization_config there'
+            )
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Bring codes into the order of `pack_planes`. Raises ValueError unless an order puts as many inputs into each group."""
@@ -49,30 +49,18 @@ class Int4(Quantized):
         if kind == self.layout.codes and self.layout.unpack is not None:
             return packing.pack_planes(found, self.block_of(found.shape[1])[1])
         if kind == self.layout.order:
-            _, size = self.block_of(tensor.numel())
-            if not torch.equal(tensor.flatten().sort().values.cpu(), torch.arange(tensor.numel()) // size):
+            groups = self.groups_of(tensor.numel())
+            if not torch.equal(tensor.flatten().sort().values.cpu(), groups):
+                size = len(groups) // (int(groups[-1]) + 1)
                 raise ValueError(f"it does not put {size} inputs into each group: such checkpoints are not supported")
         return found
-
-    def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        if kind == self.layout.codes:
-            tensor.random_(-(2**31), 2**31 - 1, generator=generator)
-        elif kind == self.layout.zeros and not self.layout.has_minimums:
-            tensor.fill_(8)
-        else:
-            super().fill(kind, tensor, generator)
-
-    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-        """Return half a byte for each weight, and of each group two bytes for the scale and one or two for the zero."""
-        per_group = 2 + (self.layout.zeros is not None) + self.layout.has_minimums
-        return outputs * inputs // 2 + per_group * outputs * inputs // self.block_of(inputs)[1]
 
     def loaded(self, layer: LinearBase) -> None:
         """Sort the inputs, if the checkpoint has an order; keep scales and zeros in the shortest dtype that holds them."""
         super().loaded(layer)
         state, weight = state_of(layer), self.weight_of(layer)
         if state.order is not None:
-            weight, state.order = sorted_by_group(weight, state.order)
+            weight, state.order = sorted_by_group(weight, state.order.view(len(layer.output_sizes), -1))
         zeros = weight.zeros
         if zeros is not None:
             zeros = narrowest(zeros) if self.layout.has_minimums else None if (zeros == 8).all() else zeros
@@ -80,11 +68,6 @@ class Int4(Quantized):
         is_stack = getattr(layer, "is_stack", False)  # of which single experts are unpacked
         state.library = None if is_stack else library_product(weight, layer.bias, state.dtype)
         keep(layer, weight if state.library is None else None)
-
-    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
-        weight, rows = self.weight_of(layer), rows_of(layer.output_sizes, parts)
-        zeros = None if weight.zeros is None else weight.zeros[rows]
-        return dequantized(replace(weight, weight=weight.weight[rows], scale=weight.scale[rows], zeros=zeros), dtype)
 
 
 def sorted_by_group(weight: QuantizedWeight, groups: torch.Tensor) -> tuple[QuantizedWeight, torch.Tensor | None]:
@@ -95,29 +78,8 @@ def sorted_by_group(weight: QuantizedWeight, groups: torch.Tensor) -> tuple[Quan
     if (groups != groups[0]).any():
         raise ValueError("g_idx differs between layers that are merged here, which is not supported")
     order = groups[0].argsort(stable=True)
-    words = packing.pack_planes(codes_of(weight)[:, order], weight.columns)
+    words = packing.pack_planes(weight.codes[:, order], weight.columns)
     return replace(weight, weight=words), None if (order[1:] > order[:-1]).all() else order
-
-
-def codes_of(weight: QuantizedWeight) -> torch.Tensor:
-    """Return the codes [outputs, inputs] uint8, with columns in the order of the words."""
-    return packing.unpack_planes(weight.weight, weight.columns)
-
-
-def scales_and_minimums(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors [outputs, groups] float32: W is code * scale + minimum. Both are exact, since codes are small."""
-    scales = weight.scale.float()
-    if weight.zeros is None:
-        return scales, -8 * scales
-    zeros = weight.zeros.float()
-    return scales, zeros if weight.zeros.is_floating_point() else -zeros * scales
-
-
-def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Return W in `dtype`, computed in float32 and rounded once."""
-    scales, minimums = scales_and_minimums(weight)
-    codes = codes_of(weight).float().unflatten(1, (scales.shape[1], -1))  # [outputs, groups, group_size]
-    return codes.mul_(scales[..., None]).add_(minimums[..., None]).flatten(1).to(dtype)
 
 
 def library_product(
@@ -131,8 +93,8 @@ def library_product(
     is_fast = weight.scale.device.type == "cpu" and dtype == torch.bfloat16
     if not is_fast or len(weight.scale) % 16 or weight.columns not in (32, 64, 128, 256):
         return None
-    scales, minimums = scales_and_minimums(weight)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_of(weight).int(), 1)
+    scales, minimums = weight.scales_and_minimums()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
     factors = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1)  # [groups, outputs, 2]
     factors, multiply = factors.to(torch.bfloat16).contiguous(), torch.ops.aten._weight_int4pack_mm_for_cpu
     group_size = weight.columns  # and nothing else of the weight, which is let go

@@ -35,7 +35,7 @@ class LayerState:
         is_aligned: a kernel can read the scales: blocks are multiples of 16 inputs, and none crosses two parts of the layer.
         columns: [inputs], or None: factors of the inputs, which cannot be folded into codes.
         order: [inputs], or None: the input that W's first column is for, its second, ... While weights are loaded:
-            [parts, inputs], the group of each input.
+            [parts * inputs], the group of each input of each part.
         input_scale: [parts], or None: of activations in FP8, from the checkpoint.
         floats: W, while it is loaded to be quantized.
         library: what multiplies by torch's kernel for 4 bits on CPU, which has a layout of its own.
@@ -106,7 +106,7 @@ class Quantized(FusableLinearMethod):
         scale = torch.empty(sum(self.scale_rows(layer)), -(-inputs // columns), dtype=torch.float32)
         zeros = torch.empty_like(scale, dtype=torch.float32 if layout.has_minimums else torch.uint8)
         if layout.order:
-            state.order = torch.empty(len(sizes), inputs, dtype=torch.int32)
+            state.order = torch.empty(len(sizes) * inputs, dtype=torch.int32)
         if layout.inputs:
             state.input_scale = torch.empty(len(sizes), dtype=torch.float32)
         keep(layer, QuantizedWeight(codes, scale, rows, columns, zeros if layout.zeros else None))
@@ -123,17 +123,11 @@ class Quantized(FusableLinearMethod):
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Return the rows of each part."""
         layout, state, weight, sizes = self.layout, state_of(layer), self.weight_of(layer), layer.output_sizes
-        views: dict[str | None, Sequence[torch.Tensor]] = {
-            layout.codes: torch.split(weight.weight, sizes),
-            layout.scales: torch.split(weight.scale, self.scale_rows(layer)),
-        }
-        if weight.zeros is not None:
-            views[layout.zeros] = torch.split(weight.zeros, sizes)
-        if state.order is not None:
-            views[layout.order] = tuple(state.order)
-        if state.input_scale is not None:
-            views[layout.inputs] = state.input_scale.split(1)
-        return cast(dict[str, Sequence[torch.Tensor]], views)
+        each: tuple[tuple[str | None, torch.Tensor | None, list[int] | int], ...] = (
+            (layout.codes, weight.weight, sizes), (layout.scales, weight.scale, self.scale_rows(layer)),
+            (layout.zeros, weight.zeros, sizes), (layout.order, state.order, layer.input_size), (layout.inputs, state.input_scale, 1),
+        )  # fmt: skip
+        return {kind: torch.split(tensor, rows) for kind, tensor, rows in each if kind and tensor is not None}
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return codes [outputs, inputs], scales and zeros [outputs, groups].
@@ -172,19 +166,26 @@ class Quantized(FusableLinearMethod):
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Make up codes with a standard deviation of SPREAD, and scales that bring it to 0.02."""
         layout, spread = self.layout, SPREAD[self.layout.dtype]
-        if kind == layout.codes:
+        if kind == layout.codes and layout.per_number > 1:
+            tensor.random_(-(2**31), 2**31 - 1, generator=generator)
+        elif kind == layout.codes:
             drawn = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, spread, generator=generator)
             tensor.copy_(drawn.clamp_(-127, 127))
         elif kind == layout.scales:
             tensor.fill_(torch.tensor(0.02 / spread).half())  # in 16 bits, as checkpoints often have them
         elif kind == layout.inputs:
             tensor.fill_(4 / LARGEST)
+        elif kind == layout.zeros and not layout.has_minimums:
+            tensor.fill_(8)
         else:
             super().fill(kind, tensor, generator)
 
     def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-        rows, columns = self.block_of(inputs)
-        return outputs * inputs + 4 * -(-outputs // rows) * -(-inputs // columns)
+        """Return the bytes of all codes and scales: four for a scale; of 4 bits two, and one or two for a zero."""
+        layout, (rows, columns) = self.layout, self.block_of(inputs)
+        of_block = 4 if layout.per_number == 1 else 2 + (layout.zeros is not None) + layout.has_minimums
+        codes = outputs * inputs * layout.dtype.itemsize // layout.per_number
+        return codes + of_block * -(-outputs // rows) * -(-inputs // columns)
 
     def check_part(self, outputs: int, inputs: int) -> None:
         """Raise ValueError unless ranks can have whole blocks and whole words."""
@@ -231,16 +232,12 @@ class Quantized(FusableLinearMethod):
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
         """Return W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy."""
         weight, sizes, scale_rows = self.weight_of(layer), layer.output_sizes, self.scale_rows(layer)
-        dense = weight.weight[rows_of(sizes, parts)].to(dtype)
-        scales = weight.scale[rows_of(scale_rows, parts)]
+        rows, scale = rows_of(sizes, parts), weight.scale[rows_of(scale_rows, parts)]
         if weight.rows > 1:
-            each = zip(scales.split(scale_rows[parts]), sizes[parts], strict=True)
-            scales = torch.cat([own.repeat_interleave(weight.rows, 0)[:size] for own, size in each])
-        if dense.shape[1] % weight.columns == 0:
-            dense.unflatten(1, (-1, weight.columns)).mul_(scales[:, :, None])
-        else:
-            dense *= scales.repeat_interleave(weight.columns, 1)[:, : layer.input_size]
-        return dense
+            each = zip(scale.split(scale_rows[parts]), sizes[parts], strict=True)
+            scale = torch.cat([own.repeat_interleave(weight.rows, 0)[:size] for own, size in each])
+        zeros = None if weight.zeros is None else weight.zeros[rows]
+        return QuantizedWeight(weight.weight[rows], scale, 1, weight.columns, zeros).dequantized(dtype)
 
     def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Return whether a kernel multiplies: on a GPU, where it can read the scales."""

@@ -9,6 +9,7 @@ import typer
 
 from folovllm.apps.cli.flags import pick, with_flags
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.engine.require import require
 
 if TYPE_CHECKING:
     from folovllm.electives.quantization.quantizer.run import Report
@@ -41,8 +42,8 @@ def quantize(
     """
     if out is None:
         raise ValueError("name the folder to write: -o DIR")
-    if "format" not in (chosen := pick(given, QuantizeOptions)):
-        raise ValueError("choose a format: --format gptq, awq, fp8 or int8")
+    chosen = pick(given, QuantizeOptions)
+    require("format" in chosen, "choose a format: --format gptq, awq, fp8 or int8")
     options = QuantizeOptions(**chosen)  # before torch is loaded
     from folovllm.config import DEFAULT_MODEL
     from folovllm.electives.quantization.quantizer.run import quantize as run
@@ -55,9 +56,8 @@ def show(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "before", "after")
+    table, says = Table("", "before", "after"), "no text, so no perplexity: --calibration names one"
     table.add_row("size, MB", f"{report.bytes_before / 1e6:.1f}", f"{report.bytes_after / 1e6:.1f}")
-    says = "no text, so no perplexity: --calibration names one"
     if (quality := report.quality) is not None:
         table.add_row("perplexity", f"{quality.before:.4f}", f"{quality.after:.4f}")
         says = (
@@ -65,8 +65,7 @@ def show(report: Report) -> None:
             f"at {quality.agreement:.1%} of them"
         )
     Console().print(table)
-    print(says)
-    print(report.folder)
+    print(says, report.folder, sep="\n")
 
 
 def add_to(app: typer.Typer) -> None:
