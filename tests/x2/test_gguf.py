@@ -15,8 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFWriter,
 
 from folovllm import EngineConfig
 from folovllm.apps.cli import main
-from folovllm.electives.quantization.gguf_file import convert
-from folovllm.electives.quantization.gguf_reader import read_gguf
+from folovllm.electives.quantization.gguf_file import convert, read_gguf
 from folovllm.electives.quantization.gguf_weights import TYPES
 from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.setup import set_up

@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from folovllm.electives.quantization.layouts import E4M3 as FP8
 from folovllm.electives.quantization.quantizer.groups import (
     dequantize_groups,
     find_scales,
     quantize_groups,
     round_to_codes,
 )
-from folovllm.electives.quantization.quantizer.methods import FP8, round_channels
+from folovllm.electives.quantization.weight import round_channels
 from tests.tiny import worked_case
 
 SLACK = {torch.float32: 1e-4, torch.float16: 0.13, torch.bfloat16: 1.01}  # steps: up to 2 ** 8 of a rounded scale

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from folovllm.electives.quantization.layouts import FP8, Layout
+from folovllm.electives.quantization.layouts import E4M3, FP8, Layout
 from folovllm.electives.quantization.linear_method import Quantized, state_of
-from folovllm.electives.quantization.weight import has_fp8
+from folovllm.electives.quantization.weight import has_fp8, round_channels
 from folovllm.layers.linear import FLOATS
-from folovllm.step.kv_format import LARGEST
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
@@ -78,11 +77,9 @@ class Fp8(Quantized):
             state.input_scale.fill_(state.input_scale.amax())
         if state.floats is not None:
             floats, state.floats = state.floats, None
-            parts = weight.weight.split(ROWS), weight.scale.split(ROWS), floats.split(ROWS)
-            for codes, scales, rows in zip(*parts, strict=True):
-                largest = rows.float().abs().amax(1, keepdim=True)
-                scales.copy_(torch.where(largest > 0, largest / LARGEST, 1.0))
-                codes.copy_(rows.float() / scales)
+            for first in range(0, len(floats), ROWS):
+                rows = slice(first, first + ROWS)
+                weight.weight[rows], weight.scale[rows] = round_channels(floats[rows], E4M3, torch.float32)
 
     def group_of(self, inputs: int) -> int | None:
         """Return how many inputs of a token share a scale; None: all."""

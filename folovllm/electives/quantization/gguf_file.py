@@ -11,13 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from gguf import GGUFReader, dequantize
+from gguf.gguf_reader import ReaderTensor
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from folovllm.electives.quantization.gguf_weights import quantized_weights
 from folovllm.engine.require import require
 from folovllm.models.files import reading
 from folovllm.models.written_files import cache_dir
 
 if TYPE_CHECKING:
-    import torch
-    from gguf.gguf_reader import ReaderTensor
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 Values = dict[str, Any]  # the file's metadata, by its keys
@@ -60,8 +67,6 @@ def atomic_folder(target: Path, failure: str, hint: str = "") -> Iterator[Path]:
     Raises:
         ValueError: `failure`, why, and `hint`: the disk did not take it. Nothing is left behind.
     """
-    from safetensors import SafetensorError
-
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in target.parent.glob(".smollm2-*"):
@@ -84,13 +89,6 @@ def convert(gguf_file: Path, out: Path, keep_quantized: bool = False) -> None:
     With `keep_quantized` projections stay quantized if `gguf_weights` has their type. All of the file is read before
     anything is written.
     """
-    import torch
-    from safetensors.torch import save_file
-    from tqdm import tqdm
-
-    from folovllm.electives.quantization.gguf_reader import read_gguf
-    from folovllm.electives.quantization.gguf_weights import quantized_weights
-
     values, stored = read_gguf(gguf_file)
     with reading(gguf_file):
         _check_supported(values)
@@ -99,10 +97,8 @@ def convert(gguf_file: Path, out: Path, keep_quantized: bool = False) -> None:
         config.tie_word_embeddings = "lm_head.weight" not in tensors
         tokenizer = _tokenizer(values)
     in_hf_order = partial(_in_hf_order, config)
-    weights: dict[str, torch.Tensor] = {}
-    types: dict[str, str] = {}
+    weights, types = quantized_weights(gguf_file, tensors if keep_quantized else {}, in_hf_order)
     if keep_quantized:
-        weights, types = quantized_weights(gguf_file, tensors, in_hf_order)
         config.quantization_config = {"quant_method": "gguf", "types": types}
     for name, tensor in tqdm(tensors.items(), desc="Converting", unit=" tensors"):
         if name.removesuffix(".weight") not in types:
@@ -112,6 +108,31 @@ def convert(gguf_file: Path, out: Path, keep_quantized: bool = False) -> None:
     tokenizer.save_pretrained(out)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(out / "config.json", out / "model.safetensors")  # save_file lets nobody else read it
+
+
+class BoundedReader(GGUFReader):  # type: ignore[misc]  # the library has no types
+    """Refuses what lies behind the end of the file. The library reads nothing there, and goes on: a file of 49 bytes
+    that counts 2^40 numbers could keep it busy for ever.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        found: np.ndarray = super()._get(offset, dtype, count, override_order)
+        require(len(found) >= count, f"the file ends within {count} numbers that begin at byte {offset}")
+        return found
+
+
+def read_gguf(file: Path) -> tuple[Values, dict[str, ReaderTensor]]:
+    """Return the values by their keys, and the tensors (in the memory-mapped file) by their names.
+
+    Raises:
+        ValueError: it is no GGUF file, or a damaged one.
+    """
+    with reading(file):
+        reader = BoundedReader(file)
+        require(reader.byte_order != "S", "its numbers are big-endian, which is not supported")
+        require(sum(tensor.n_bytes for tensor in reader.tensors) <= len(reader.data), "tensors overlap")
+        values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+        return values, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _check_supported(values: Values) -> None:
@@ -148,9 +169,6 @@ def _config(values: Values) -> LlamaConfig:
 
 def _floats(tensor: ReaderTensor) -> torch.Tensor:
     """Return a tensor in float32. Raises ValueError if it is of a type that cannot be unpacked."""
-    import torch
-    from gguf import dequantize
-
     try:
         return torch.tensor(dequantize(tensor.data, tensor.tensor_type))
     except NotImplementedError as error:

@@ -13,6 +13,8 @@ import torch
 
 from folovllm.electives.quantization import packing
 
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
@@ -63,6 +65,17 @@ class QuantizedWeight:
         else:  # the last block has fewer inputs
             dense *= self.scale.repeat_interleave(self.columns, 1)[:, : dense.shape[1]]
         return dense
+
+
+def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round `w` [outputs, inputs] with a scale for each output: `to` int8 (127 steps on both sides of 0) or E4M3 (up to 448).
+
+    Returns codes [outputs, inputs] in `to`, and scales [outputs, 1]. A weight is code * scale.
+    """
+    largest = w.float().abs().amax(dim=1, keepdim=True)
+    scale = torch.where(largest > 0, largest / LARGEST[to], 1.0).to(scale_dtype)  # 1 where all are 0
+    steps = (w.float() / scale.float()).clamp(-LARGEST[to], LARGEST[to])
+    return (steps.round() if to == torch.int8 else steps).to(to), scale
 
 
 def kind_of(weight: torch.Tensor) -> str:

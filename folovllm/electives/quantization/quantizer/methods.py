@@ -16,10 +16,9 @@ from folovllm.electives.quantization.quantizer.gptq import LOWEST_ZERO, act_orde
 from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups, round_groups
 from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.electives.quantization.weight import round_channels
 
 BITS = 4
-FP8 = torch.float8_e4m3fn
-LARGEST = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
 NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
 LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # whose outputs a layer reads
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
@@ -65,7 +64,7 @@ def quantize_weight(
         if inputs is not None and not options.no_clip and not name.endswith(NOT_CLIPPED):
             w = search_clip(w, inputs.gram, BITS, options.group_size)
         return to_awq(options, w.to(dtype))
-    return to_8_bits(w, FP8 if options.format == "fp8" else torch.int8, dtype)
+    return to_8_bits(w, torch.float8_e4m3fn if options.format == "fp8" else torch.int8, dtype)
 
 
 def to_gptq(o: QuantizeOptions, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
@@ -112,17 +111,6 @@ def to_8_bits(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tup
         packed = (codes ^ -128).view(torch.int32)  # 128 more than they are, as unsigned bytes, the first one lowest
         tensors = {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
     return tensors, codes.float() * scales.float()
-
-
-def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round `w` [outputs, inputs] with a scale for each output: `to` int8 (127 steps on both sides of 0) or E4M3 (up to 448).
-
-    Returns codes [outputs, inputs] in `to`, and scales [outputs, 1]. A weight is code * scale.
-    """
-    largest = w.float().abs().amax(dim=1, keepdim=True)
-    scale = torch.where(largest > 0, largest / LARGEST[to], 1.0).to(scale_dtype)  # 1 where all are 0
-    steps = (w.float() / scale.float()).clamp(-LARGEST[to], LARGEST[to])
-    return (steps.round() if to == torch.int8 else steps).to(to), scale
 
 
 def quantization_config(o: QuantizeOptions, unquantized: Sequence[str]) -> dict[str, Any]:
