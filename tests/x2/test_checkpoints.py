@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from folovllm import EngineConfig
-from folovllm.apps.bench.roofline import Weights
 from folovllm.electives.quantization import linear_method
 from folovllm.electives.quantization.config import CheckpointQuantization
 from folovllm.electives.quantization.fp8 import Fp8
@@ -24,10 +23,9 @@ from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.extra_tensors import repacked
 from folovllm.models.loader import load_model, load_native_model
-from folovllm.models.registry import build_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
+from tests.workloads import answered, make_engine, mixed_requests, serve
 from tests.x2 import quantized
 from tests.x2.quantized import (
     ALIGNED,
@@ -113,18 +111,11 @@ def test_the_fused_layers_of_m6_over_kernels(
         assert set(used) == {few if tokens <= 4 else "quant_matmul" if tokens < 6 else "unpacked"}
 
 
-@pytest.fixture(scope="module", params=["fp8 blocks", "gptq sorted"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
-    """A quantized model, and what M1 (transformers' model) answers with the numbers that its codes stand for."""
-    kind = request.param
-    coded, floats = write_quantized(source(kind), tmp_path_factory.mktemp("served"), *KINDS[kind])
-    return coded, answered(floats, mixed_requests(count=6))
-
-
 @pytest.mark.parametrize("milestone", ["m2", "m6"])
-def test_plain_and_fused_layers_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
-    model, load = served
-    load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
+def test_an_engine_answers_as_m1_with_the_numbers_of_the_codes(milestone: str, tmp_path: Path) -> None:
+    coded, floats = write_quantized(source("gptq sorted"), tmp_path, *KINDS["gptq sorted"])
+    load = answered(floats, mixed_requests(count=6))
+    load.check(serve(make_engine(coded, milestone=milestone), load.requests, "random"))
 
 
 @pytest.mark.parametrize("kind", [
@@ -310,19 +301,6 @@ def test_a_checkpoint_must_agree_with_what_is_asked_for(tmp_path: Path) -> None:
             said(**fields)
 
 
-@pytest.mark.parametrize(
-    ("said", "says"),
-    [
-        (INT8_CHANNELS, r"proj.weight' is stored as float8_e4m3fn, and config.json makes it int8"),
-        (None, r"stored as float8_e4m3fn: quantized weights that config.json does not speak of"),
-    ],
-)
-def test_what_is_stored_is_not_what_is_said(said: Any, says: str, tmp_path: Path) -> None:
-    coded, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, KINDS["fp8 blocks"][0], said)
-    with pytest.raises(ValueError, match=says):
-        Driver(coded)
-
-
 def test_some_layers_stay_plain(tmp_path: Path) -> None:
     """A part of a layer may, and each name counts for itself."""
     unquantized = ("lm_head", "re:.*layers.1.self_attn.*", "model.layers.2.mlp.down_proj")
@@ -396,15 +374,9 @@ def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> No
     assert torch.equal(state.columns, before)
 
 
-def test_what_a_step_reads() -> None:
-    """Of 16 bits: half the bytes and the scales, and all of what is plain."""
-    config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3"))
-
-    def num_bytes() -> int:
-        return Weights.of(build_model(config, torch.bfloat16, "meta", max_model_len=1), torch.bfloat16).always_bytes
-
-    whole = num_bytes()
-    config.quantization_config = FP8_BLOCKS | {"weight_block_size": [8, 8]}
-    assert num_bytes() == whole // 2 + whole // 2 // 64 * 4
-    config.quantization_config = FP8_BLOCKS | {"modules_to_not_convert": ["model"]}
-    assert num_bytes() == whole
+def test_codes_that_nothing_speaks_of(tmp_path: Path) -> None:
+    coded, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, KINDS["fp8 blocks"][0], None)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="stored as float8_e4m3fn: quantized weights that config.json does not speak of"
+    ):
+        Driver(coded)

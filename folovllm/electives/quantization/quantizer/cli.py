@@ -15,22 +15,21 @@ if TYPE_CHECKING:
     from folovllm.electives.quantization.quantizer.run import Report
 
 
+MODEL = typer.Argument(help="A folder, a hub id or an embedded model's name.", show_default=False)
+OUT = typer.Option("--out", "-o", help="The folder to write.", metavar="DIR", show_default=False)
+TEXT = typer.Option(
+    help='JSON lines, each {"text": "..."}: gptq and awq learn from the first four fifths what inputs look like; '
+    "the last fifth measures the perplexity. The embedded model has a text of its own.",
+    metavar="FILE",
+)
+DEVICE = typer.Option(help="cuda or cpu; by default cuda where there is one.")
+
+
 def quantize(
-    model: Annotated[
-        str | None, typer.Argument(help="A folder, a hub id or an embedded model's name.", show_default=False)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The folder to write.", metavar="DIR", show_default=False)
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help='JSON lines, each {"text": "..."}: gptq and awq learn from the first four fifths what inputs look like; '
-            "the last fifth measures the perplexity. The embedded model has a text of its own.",
-            metavar="FILE",
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    model: Annotated[str | None, MODEL] = None,
+    out: Annotated[Path | None, OUT] = None,
+    calibration: Annotated[Path | None, TEXT] = None,
+    device: Annotated[str | None, DEVICE] = None,
     **given: Any,
 ) -> None:
     """Write a model with fewer bits, for this engine, vLLM and transformers.
