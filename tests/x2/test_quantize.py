@@ -256,20 +256,6 @@ def test_the_command_tells_what_came_out(tmp_path: Path, capsys: pytest.CaptureF
     assert after == pytest.approx(before, rel=0.005)
 
 
-@pytest.mark.slow
-def test_gptq_is_better_than_rounding_on_a_real_model(tmp_path: Path) -> None:
-    gptq, nearest = (
-        quantize(
-            "stories-5m", QuantizeOptions(format="gptq", nearest=nearest, samples=12, length=128), tmp_path / str(nearest),
-            use_tqdm=False,
-        ).quality
-        for nearest in (False, True)
-    )  # fmt: skip
-    assert gptq is not None and nearest is not None
-    assert gptq.agreement > nearest.agreement > 0.95
-    assert abs(gptq.after / gptq.before - 1) < 0.03
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gptq asymmetric, act-order", "awq", "fp8"])
 def test_a_gpu_finds_as_good_codes(kind: str, text: Path, tmp_path: Path) -> None:
@@ -322,13 +308,10 @@ def with_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 DAMAGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "no embedding": (lambda t: t.pop(EMBEDDING), "lacks model.embed_tokens.weight"),
-    "no last norm": (lambda t: t.pop(NORM), "lacks model.norm.weight"),
     "no projection": (lambda t: t.pop(UP), f"lacks {UP}"),
-    "a small embedding": (lambda t: t.update({EMBEDDING: t[EMBEDDING][:100]}), r"embed_tokens.*has shape \[100, 72\]"),
     "a short norm": (lambda t: t.update({NORM: t[NORM][:8]}), r"norm.weight' has shape \[8\]"),
     "a tensor of no layer": (lambda t: t.update({"model.odd.weight": t[NORM]}), "hold 'model.odd.weight'"),
     "NaN in the embedding": (lambda t: t.update({EMBEDDING: with_nan(t[EMBEDDING])}), "embed_tokens.*holds NaN"),
-    "NaN in the last norm": (lambda t: t.update({NORM: with_nan(t[NORM])}), "model.norm.weight' holds NaN"),
     "codes": (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"{UP}' is stored as float8_e4m3fn"),
     "a head that is not tied": (lambda t: None, "lacks lm_head.weight"),
     "another head": (lambda t: t.update({HEAD: t[EMBEDDING] * 2}), "'lm_head.weight' of its own"),

@@ -28,10 +28,9 @@ class Layout:
         has_minimums: zeros are no codes, but the values of code 0, in floats.
         order: the kind that says which group each input is in; without, they come in order.
         inputs: the kind of the scale of FP8 activations, one for each layer; without, activations have scales of their own.
-        words: kinds beside 4-bit codes whose numbers are int32.
         outputs_last: codes, scales and zeros are [inputs or groups, outputs], else the other way around.
         packs_outputs: kinds whose words have eight neighbouring outputs.
-        unpack, unpack_zeros: the stored tensor -> codes [outputs, inputs], zeros [outputs, groups].
+        unpack, unpack_zeros: the stored tensor, int32 words -> codes [outputs, inputs], zeros [outputs, groups].
         ignores: kinds that a checkpoint may hold, and no product needs.
     """
 
@@ -42,7 +41,6 @@ class Layout:
     has_minimums: bool = False
     order: str | None = None
     inputs: str | None = None
-    words: tuple[str, ...] = ()
     outputs_last: bool = False
     packs_outputs: tuple[str, ...] = ()
     unpack: Unpack | None = None
@@ -54,9 +52,13 @@ class Layout:
         """Codes in one of the numbers that a layer keeps."""
         return packing.PER_WORD if self.dtype == torch.int32 else 1
 
+    def unpack_of(self, kind: str) -> Unpack | None:
+        """Return what unpacks this kind of tensor; None if it is stored as a layer keeps it."""
+        return {self.codes: self.unpack, self.zeros: self.unpack_zeros}.get(kind)
+
     def stored(self, kind: str) -> tuple[str, ...]:
         """Return the dtypes that a kind of tensor may be stored in."""
-        if kind in self.words:
+        if kind == self.order or self.unpack_of(kind) is not None:
             return STORED[torch.int32]
         return STORED[self.dtype] if kind == self.codes else FLOATS
 
@@ -77,26 +79,23 @@ def unpack_gptq_v2_zeros(words: torch.Tensor) -> torch.Tensor:
 
 
 # Activations may stay as they are, and codes of which zero is zero need none to be named.
-_BYTES = Layout("weight", "weight_scale", torch.int8, ignores=("input_scale", "activation_scale", "weight_zero_point"))
-INT8 = _BYTES
-FP8 = replace(_BYTES, dtype=E4M3)
-PACKED_INT8 = replace(
-    INT8, codes="weight_packed", words=("weight_packed",), unpack=signed_bytes, ignores=(*INT8.ignores, "weight_shape")
-)
+INT8 = Layout("weight", "weight_scale", torch.int8, ignores=("input_scale", "activation_scale", "weight_zero_point"))
+FP8 = replace(INT8, dtype=E4M3)
+PACKED_INT8 = replace(INT8, codes="weight_packed", unpack=signed_bytes, ignores=(*INT8.ignores, "weight_shape"))
 # compressed-tensors' pack-quantized: a word has eight neighbouring inputs, one of zeros eight neighbouring outputs.
 PACKED_INT4 = Layout(
-    "weight_packed", "weight_scale", torch.int32, "weight_zero_point", words=("weight_zero_point",),
-    packs_outputs=("weight_zero_point",), unpack=packing.unpack_words, unpack_zeros=unpack_by_outputs, ignores=("weight_shape",),
+    "weight_packed", "weight_scale", torch.int32, "weight_zero_point", packs_outputs=("weight_zero_point",),
+    unpack=packing.unpack_words, unpack_zeros=unpack_by_outputs, ignores=("weight_shape",),
 )  # fmt: skip
 # A word has eight neighbouring inputs of an output. Zeros are stored less one, in the first version.
 GPTQ = Layout(
-    "qweight", "scales", torch.int32, "qzeros", words=("qzeros", "g_idx"), outputs_last=True, packs_outputs=("qzeros",),
+    "qweight", "scales", torch.int32, "qzeros", outputs_last=True, packs_outputs=("qzeros",),
     unpack=packing.unpack_gptq, unpack_zeros=packing.unpack_gptq_zeros, ignores=("g_idx",),
 )  # fmt: skip
 GPTQ_V2 = replace(GPTQ, unpack_zeros=unpack_gptq_v2_zeros)
 # A word has one input of eight neighbouring outputs, in an order of its own.
 AWQ = Layout(
-    "qweight", "scales", torch.int32, "qzeros", words=("qzeros",), outputs_last=True, packs_outputs=("qweight", "qzeros"),
+    "qweight", "scales", torch.int32, "qzeros", outputs_last=True, packs_outputs=("qweight", "qzeros"),
     unpack=packing.unpack_awq, unpack_zeros=packing.unpack_awq,
 )  # fmt: skip
 # What `gguf_weights` writes: words are in our order already. With minimums: Q4_1 and Q4_K.

@@ -12,7 +12,7 @@ from torch import nn
 
 from folovllm.electives.quantization.layouts import E4M3, Layout
 from folovllm.electives.quantization.weight import QuantizedWeight
-from folovllm.engine.require import is_whole
+from folovllm.engine.require import is_whole, require
 from folovllm.layers.fusable import ALL, FusableLinearMethod
 from folovllm.step.kv_format import LARGEST
 
@@ -81,9 +81,10 @@ class Quantized(FusableLinearMethod):
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the sizes that a checkpoint's configuration names are whole numbers of at least 1."""
-        if not all(is_whole(size) and size > 0 for size in self.block or ()):
-            sizes = " x ".join(map(repr, self.block or ()))
-            raise ValueError(f"{sizes} weights share a scale, where whole numbers of at least 1 are needed")
+        sizes = self.block or ()
+        said = " x ".join(map(repr, sizes))
+        fits = all(is_whole(size) and size > 0 for size in sizes)
+        require(fits, f"{said} weights share a scale, where whole numbers of at least 1 are needed")
 
     @property
     def ignores(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -139,7 +140,7 @@ class Quantized(FusableLinearMethod):
             return tensor.reshape([1] * len(shape)).expand(shape)
         if kind == layout.scales:
             return tensor[:, None] if tensor.dim() == 1 else tensor.t() if layout.outputs_last else tensor
-        unpack = {layout.codes: layout.unpack, layout.zeros: layout.unpack_zeros}.get(kind)
+        unpack = layout.unpack_of(kind)
         return tensor if unpack is None else unpack(tensor)
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
@@ -189,15 +190,11 @@ class Quantized(FusableLinearMethod):
 
     def check_part(self, outputs: int, inputs: int) -> None:
         """Raise ValueError unless ranks can have whole blocks and whole words."""
-        if self.layout.order:
-            raise ValueError("its inputs are sorted (desc_act), so those of a group lie on all ranks")
-        rows, columns = self.block or (1, max(1, self.multiple))
+        require(not self.layout.order, "its inputs are sorted (desc_act), so those of a group lie on all ranks")
+        rows, columns = self.block or (1, self.multiple)
         rows *= self.layout.per_number
-        if outputs % rows or inputs % columns:
-            raise ValueError(
-                f"a rank's part [{outputs}, {inputs}] would not hold whole blocks of {rows} x {columns} weights, whose scale or "
-                "words are kept together"
-            )
+        says = f"a rank's part [{outputs}, {inputs}] would not hold whole blocks of {rows} x {columns} weights, whose scale or words"
+        require(outputs % rows == inputs % columns == 0, f"{says} are kept together")
 
     def loaded(self, layer: LinearBase) -> None:
         """Forget what was folded into earlier weights."""
@@ -214,14 +211,10 @@ class Quantized(FusableLinearMethod):
 
     def check_stack(self, layer: LinearBase) -> None:
         """Raise ValueError unless the parts of `layer` can be used one by one, as experts are. The message completes a sentence."""
-        if self.layout.order:
-            raise ValueError("each sorts its inputs in an order of its own (desc_act)")
-        if not state_of(layer).is_aligned:
-            rows, columns = self.block_of(layer.input_size)
-            raise ValueError(
-                f"blocks of {rows} x {columns} weights with a scale do not divide [{layer.output_sizes[0]}, "
-                f"{layer.input_size}] into multiples of 16 inputs"
-            )
+        require(not self.layout.order, "each sorts its inputs in an order of its own (desc_act)")
+        rows, columns = self.block_of(layer.input_size)
+        blocks, sizes = f"blocks of {rows} x {columns} weights with a scale", [layer.output_sizes[0], layer.input_size]
+        require(state_of(layer).is_aligned, f"{blocks} do not divide {sizes} into multiples of 16 inputs")
 
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
         """Return the weight as kernels read it. There is none where torch's kernel multiplies."""
@@ -299,8 +292,8 @@ class StoredView:
     def __getitem__(self, index: Any) -> torch.Tensor:
         outputs, columns = index if isinstance(index, tuple) else (index, ALL)
         first, end, _ = outputs.indices(self.shape[0])
-        if first % self.rows or end % self.rows:
-            raise ValueError(f"a part begins or ends within {self.rows} outputs that belong together")
+        fits = first % self.rows == end % self.rows == 0
+        require(fits, f"a part begins or ends within {self.rows} outputs that belong together")
         rows = slice(first // self.rows, end // self.rows)
         return self.stored[rows, ALL if self.stored.shape[1] == 1 else columns]
 
