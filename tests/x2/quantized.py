@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.electives.quantization import packing
+from folovllm.electives.quantization.config import compressed_config
+from folovllm.electives.quantization.layouts import E4M3
 from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups
 from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.setup import set_up
@@ -51,37 +53,19 @@ def write_quantized(
     return folder / "coded", folder / "floats"
 
 
-def blocks_of(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The largest magnitude of each block, [ceil(outputs / rows), ceil(inputs / columns)]."""
-    pads = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
-    whole = torch.nn.functional.pad(weight.abs(), pads)
-    return whole.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
-
-
-def in_codes(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and what they stand for; `scale` has the shape of `weight` or spreads to it."""
-    scaled = weight / scale
-    codes = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
-    return codes, codes.float() * scale
-
-
 def quantize_8(
     dtype: torch.dtype, scale_name: str, block: tuple[int, int] | None, per_tensor: bool = False
 ) -> Quantize:
     """Codes of 8 bits with a scale for each output, block, or for everything."""
 
     def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        largest = 448.0 if dtype == torch.float8_e4m3fn else 127.0
-        if per_tensor:
-            scale = wide = weight.abs().max() / largest
-        elif block is None:
-            scale = wide = weight.abs().amax(1, keepdim=True) / largest
-        else:
-            scale = blocks_of(weight, *block) / largest
-            wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-            wide = wide[: weight.shape[0], : weight.shape[1]]
-        codes, floats = in_codes(weight, wide, dtype)
-        return {"weight": codes, scale_name: scale.clone()}, floats
+        rows, columns = weight.shape if per_tensor else block or (1, weight.shape[1])
+        pads = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
+        blocks = torch.nn.functional.pad(weight.abs(), pads).unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+        scale = blocks.amax((1, 3)) / (448.0 if dtype == E4M3 else 127.0)
+        wide = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
+        codes = ((weight / wide).round() if dtype == torch.int8 else weight / wide).to(dtype)
+        return {"weight": codes, scale_name: scale[0, 0].clone() if per_tensor else scale}, codes.float() * wide
 
     return quantize
 
@@ -103,11 +87,7 @@ def compressed(
 ) -> dict[str, Any]:
     """A `quantization_config` as llm-compressor writes it."""
     weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
-    return {
-        "quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-        "ignore": list(ignore),
-    }  # fmt: skip
+    return compressed_config(packing, weights, ignore=ignore)
 
 
 def assert_ranks_hold_their_parts(coded: Path, random_weights: bool = False, **tolerance: float) -> None:
@@ -139,7 +119,6 @@ def with_input_scale(quantize: Quantize) -> Quantize:
     return both
 
 
-E4M3 = torch.float8_e4m3fn
 BLOCK = (16, 8)
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head"]}
 BYTE_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
@@ -154,15 +133,11 @@ BYTE_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
     ),
     "int8 channel": (quantize_8(torch.int8, "weight_scale", None), compressed(8, "int", "int-quantized", "channel")),
-    "int8 packed": (
-        packed(quantize_8(torch.int8, "weight_scale", None)),
-        compressed(8, "int", "pack-quantized", "channel"),
-    ),
+    "int8 packed": (packed(quantize_8(torch.int8, "weight_scale", None)), compressed(8, "int", "pack-quantized", "channel")),
     "int8 groups": (
-        quantize_8(torch.int8, "weight_scale", (1, 8)),
-        compressed(8, "int", "int-quantized", "group", group_size=8),
+        quantize_8(torch.int8, "weight_scale", (1, 8)), compressed(8, "int", "int-quantized", "group", group_size=8),
     ),
-}
+}  # fmt: skip
 GROUP = 32
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}

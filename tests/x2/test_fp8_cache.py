@@ -157,9 +157,8 @@ def test_the_kernels_that_prepare_and_store_at_once_agree(dtype: torch.dtype, di
     kernel(qkv, other, tables, 5, dim**-0.5, raw, preparation, scales)
     differing = (cache.float() != other.float()).float().mean()
     assert differing == 0 if dtype == torch.float32 else differing < 1e-3
-    torch.testing.assert_close(
-        raw, out, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4 if dtype == torch.float32 else 2e-2
-    )
+    rtol, atol = (1e-5, 1e-4) if dtype == torch.float32 else (2e-2, 2e-2)
+    torch.testing.assert_close(raw, out, rtol=rtol, atol=atol)
 
 
 def test_the_offset_is_about_the_mean_and_leaves_the_first_key_whole() -> None:
@@ -212,17 +211,12 @@ def alone() -> list[list[int]]:
 
 
 LITTLE = {"num_kv_blocks": 36, "block_size": 8}
+STEPS: list[tuple[str, dict[str, int]]] = [
+    ("m2", {}), *((name, LITTLE) for name in ("m3", "m4", "m5", "m6")), ("m5", {"max_num_batched_tokens": 7, "max_num_seqs": 2}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("milestone", "fields"),
-    [
-        ("m2", {}),
-        *((milestone, LITTLE) for milestone in ("m3", "m4", "m5", "m6")),
-        ("m5", {"max_num_batched_tokens": 7, "max_num_seqs": 2}),
-    ],
-    ids=["m2", "m3", "m4", "m5", "m6", "small steps"],
-)
+@pytest.mark.parametrize(("milestone", "fields"), STEPS)
 def test_all_milestones_answer_alike_from_8_bits(
     milestone: str, fields: dict[str, int], alone: list[list[int]]
 ) -> None:
@@ -254,38 +248,27 @@ def test_all_layers_see_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(graph_runner, "buckets_for", lambda *_: [prompt_bucket(16, 4)])
     used: list[object] = []
     graph = graph_runner.GraphRunner._graph
-    monkeypatch.setattr(
-        graph_runner.GraphRunner,
-        "_graph",
-        lambda self, bucket, work: (used.append(bucket) if bucket.num_others else None, graph(self, bucket, work))[1],
-    )
-    fields: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 16,
-        "calculate_kv_scales": True,
-    }
+
+    def noted(self: Any, bucket: Any, work: Any) -> Any:
+        used.extend([bucket] * bool(bucket.num_others))
+        return graph(self, bucket, work)
+
+    monkeypatch.setattr(graph_runner.GraphRunner, "_graph", noted)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 16}
     plain, captured = (
-        make_engine(model, milestone=milestone, attention_backend=backend, kv_cache_dtype="fp8", **fields)
+        [list(o.outputs[0].token_ids) for o in serve(make_engine(
+            model, milestone=milestone, attention_backend=backend, kv_cache_dtype="fp8", calculate_kv_scales=True, **sizes
+        ), requests)]
         for milestone, backend in (("m5", "torch_paged"), ("m6", "triton"))
-    )
-    expected = [list(o.outputs[0].token_ids) for o in serve(plain, requests)]
-    assert [list(o.outputs[0].token_ids) for o in serve(captured, requests)] == expected
-    assert used
+    )  # fmt: skip
+    assert plain == captured and used
 
 
 def test_half_the_bytes_are_twice_the_blocks() -> None:
-    """The same memory holds twice the tokens of float16, four times those of float32."""
-    model = str(tiny_checkpoint())
-    sizes = {
-        (dtype, kv): set_up(EngineConfig(model=model, dtype=dtype, kv_cache_dtype=kv)).kv_bytes_per_token
-        for dtype in ("float16", "float32")
-        for kv in ("auto", "fp8")
-    }
-    assert (
-        sizes["float16", "auto"] == 2 * sizes["float16", "fp8"]
-        and sizes["float32", "auto"] == 4 * sizes["float32", "fp8"]
-    )
+    """The same memory holds twice the tokens of float16."""
+    config = EngineConfig(model=str(tiny_checkpoint()), dtype="float16")
+    auto, fp8 = (set_up(replace(config, kv_cache_dtype=kv)).kv_bytes_per_token for kv in ("auto", "fp8"))
+    assert auto == 2 * fp8
 
 
 def with_tensors(tensors: dict[str, torch.Tensor], to: Path) -> str:
@@ -323,9 +306,8 @@ def test_a_checkpoints_scales_are_used(tmp_path: Path) -> None:
         for model in (tiny_checkpoint(), path)
     )
     assert whole == plain and answers(path, 3, milestone="m5") != plain
-    setup = set_up(
-        EngineConfig(model=str(path), device="cpu", kv_cache_dtype="fp8", tensor_parallel_size=2, use_tqdm=False)
-    )
+    config = EngineConfig(model=str(path), device="cpu", kv_cache_dtype="fp8", tensor_parallel_size=2, use_tqdm=False)
+    setup = set_up(config)
     for model in on_ranks(2, lambda group: load_sharded_model(setup, group)):
         layers: Any = model.model.layers
         assert [layer.self_attn.attn.scales for layer in layers] == [KVScales(300.0, 300.0)] * 3
@@ -338,31 +320,30 @@ def test_a_scale_that_cannot_be_is_refused(scale: torch.Tensor, tmp_path: Path) 
         make_engine(Path(model), kv_cache_dtype="fp8")
 
 
-@pytest.mark.parametrize(
-    ("choices", "says"),
-    [
-        ({"milestone": "m1", "kv_cache_dtype": "fp8"}, 'leave kv_cache_dtype out, or use milestone="m2"'),
-        ({"calculate_kv_scales": True}, 'with kv_cache_dtype="fp8_e4m3" only'),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "choose one of auto, fp8_e4m3"),
-        ({"kv_cache_dtype": "int8"}, "unknown kv_cache_dtype 'int8'"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_sentence(choices: dict[str, object], says: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"milestone": "m1", "kv_cache_dtype": "fp8"}, 'leave kv_cache_dtype out, or use milestone="m2"'),
+    ({"calculate_kv_scales": True}, 'with kv_cache_dtype="fp8_e4m3" only'),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "unknown kv_cache_dtype 'fp8_e5m2': choose one of auto, fp8_e4m3"),
+]
+
+
+@pytest.mark.parametrize(("choices", "says"), REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(choices: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        EngineConfig(**choices)  # type: ignore[arg-type]
+        EngineConfig(**choices)
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"attention_backend": "triton", "head_dim": 16}, "head_dim of 32 up, not 16"),
-        pytest.param({"attention_backend": "flash_attn", "device": "cuda"}, "flash_attn", marks=pytest.mark.gpu),
-    ],
-    ids=["heads too small for pairs", "flash_attn"],
-)
-def test_backends_that_cannot_are_refused(fields: dict[str, Any], says: str) -> None:
-    if fields["attention_backend"] == "triton":
-        pytest.importorskip("triton", reason="Triton is for Linux only")
-    model = tiny_checkpoint(head_dim=fields.pop("head_dim", 32))
+@pytest.mark.parametrize(("backend", "head_dim", "says"), [
+    ("triton", 16, "head_dim of 32 up, not 16"), pytest.param("flash_attn", 32, "flash_attn", marks=pytest.mark.gpu),
+])  # fmt: skip
+def test_backends_that_cannot_are_refused(backend: str, head_dim: int, says: str) -> None:
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    device = {"device": "cuda"} if backend == "flash_attn" else {}
     with pytest.raises(BackendUnavailable, match=says):
-        make_engine(model, milestone="m4", kv_cache_dtype="fp8", **fields)
+        make_engine(
+            tiny_checkpoint(head_dim=head_dim),
+            milestone="m4",
+            kv_cache_dtype="fp8",
+            attention_backend=backend,
+            **device,
+        )

@@ -136,13 +136,6 @@ class TestGptq:
 
 
 class TestInverseFactor:
-    def test_its_square_is_the_inverse(self) -> None:
-        _, gram = problem()
-        factor = inverse_factor(gram, 0.01)
-        damped = gram + 0.01 * gram.diagonal().mean() * torch.eye(64)
-        assert torch.equal(factor, factor.triu()), "it must be upper triangular: a column only helps those before it"
-        assert torch.allclose(factor.t() @ factor @ damped, torch.eye(64), atol=1e-3)
-
     def test_what_cannot_be_inverted_is_said(self) -> None:
         with pytest.raises(ValueError, match=r"too alike for a damping of 1e-09: try 0\.1"):
             inverse_factor(torch.ones(64, 64), 1e-9)

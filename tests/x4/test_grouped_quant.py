@@ -1,5 +1,7 @@
 """The product of all experts whose weights are quantized, against torch in double precision."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,8 +10,8 @@ from folovllm.electives.moe.layers import sort_by_expert
 from folovllm.electives.moe.quantized import ExpertStack
 from folovllm.electives.quantization.fp8 import Fp8
 from folovllm.electives.quantization.int4 import Int4
-from folovllm.electives.quantization.scaled import Int8
-from folovllm.layers.linear import LinearMethod
+from folovllm.electives.quantization.layouts import GGUF, GGUF_MINIMUMS, INT8
+from folovllm.electives.quantization.linear_method import SPREAD, Quantized
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
@@ -17,26 +19,26 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 from folovllm.electives.quantization.kernels import grouped_quant as grouped
 from folovllm.electives.quantization.weight import has_fp8
 
-BLOCK = Fp8("weight_scale_inv", (16, 16))
-SMALL: dict[str, tuple[LinearMethod, int, int]] = {  # N, K
-    "fp8": (BLOCK, 48, 80),
+ZEROS = replace(GGUF, zeros="zeros")
+SMALL: dict[str, tuple[Quantized, int, int]] = {  # N, K
+    "fp8": (Fp8(block=(16, 16)), 48, 80),
     "fp8 bits": (Fp8(), 33, 48),
-    "int8": (Int8(), 40, 80),
-    "int8 groups": (Int8(block=(1, 32)), 24, 96),
-    "int4": (Int4(32), 33, 96),
-    "int4 zeros": (Int4(128, with_zeros=True), 20, 256),
-    "int4 minimums": (Int4(None, with_minimum=True, with_zeros=True), 24, 224),
+    "int8": (Quantized(INT8), 40, 80),
+    "int8 groups": (Quantized(INT8, (1, 32)), 24, 96),
+    "int4": (Int4(GGUF, (1, 32)), 33, 96),
+    "int4 zeros": (Int4(ZEROS, (1, 128)), 20, 256),
+    "int4 minimums": (Int4(GGUF_MINIMUMS), 24, 224),
 }
-LARGE: dict[str, tuple[LinearMethod, int, int]] = {  # as in Qwen3-30B-A3B
-    "fp8": (Fp8("weight_scale_inv", (128, 128)), 768, 2048),
+LARGE: dict[str, tuple[Quantized, int, int]] = {  # as in Qwen3-30B-A3B
+    "fp8": (Fp8(block=(128, 128)), 768, 2048),
     "fp8 bits": (Fp8(), 2048, 768),
-    "int8": (Int8(), 768, 2048),
-    "int4": (Int4(128), 2048, 768),
-    "int4 zeros": (Int4(128, with_zeros=True), 768, 2048),
+    "int8": (Quantized(INT8), 768, 2048),
+    "int4": (Int4(GGUF, (1, 128)), 2048, 768),
+    "int4 zeros": (Int4(ZEROS, (1, 128)), 768, 2048),
 }
 
 
-def stack_of(linear_method: LinearMethod, n: int, k: int, num_experts: int) -> ExpertStack:
+def stack_of(linear_method: Quantized, n: int, k: int, num_experts: int) -> ExpertStack:
     """Random codes and scales that differ, on the device that tests run on."""
     with torch.device(DEVICE):
         stack = ExpertStack(k, [n] * num_experts, linear_method)
@@ -44,17 +46,17 @@ def stack_of(linear_method: LinearMethod, n: int, k: int, num_experts: int) -> E
     for kind, views in stack.weight_views().items():
         for view in views:
             if "scale" in kind:
-                spread = 4.6 if isinstance(linear_method, Int4) else linear_method.random_std
+                spread = SPREAD[linear_method.layout.dtype]
                 view.copy_((torch.rand(view.shape, generator=generator, device=DEVICE) + 0.5) / spread / k**0.5)
             elif kind == "zeros":
                 view.random_(0, 16, generator=generator) if view.dtype == torch.uint8 else view.fill_(-0.5 / k**0.5)
             else:
-                linear_method.fill("weight" if kind == "weight" else kind, view, generator)
+                linear_method.fill(kind, view, generator)
     linear_method.loaded(stack)
     return stack
 
 
-def check(case: tuple[LinearMethod, int, int], asked: torch.Tensor, num_experts: int, dtype: torch.dtype) -> None:
+def check(case: tuple[Quantized, int, int], asked: torch.Tensor, num_experts: int, dtype: torch.dtype) -> None:
     """Plain and gated. `asked` [T, k]: -1 is an expert of another rank, whose pairs stay as they were."""
     linear_method, n, k = case
     asked = asked.to(DEVICE)

@@ -31,8 +31,7 @@ def calibrate(runner: ModelRunner) -> None:
     for attention in layers:
         attention.bind(whole)
     with torch.inference_mode():
-        for scheduled in scheduled_seqs:
-            batch = runner._input_batch.build([scheduled])
+        for batch in (runner._input_batch.build([scheduled]) for scheduled in scheduled_seqs):
             whole.plan(batch)
             runner.model(batch)
         found = centred_scales_of([attention.kv_cache for attention in layers], num_tokens)
@@ -47,20 +46,19 @@ def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:
 
     It is the same at every start, for any size of steps and on any number of ranks.
     """
-    length, most = min(TOKENS, setup.max_model_len), setup.max_num_batched_tokens
-    (whole,) = dummy_seqs([length], setup.block_size)
+    length, most, size = min(TOKENS, setup.max_model_len), setup.max_num_batched_tokens, setup.block_size
+    (whole,) = dummy_seqs([length], size)
     vocab_size = getattr(setup.hf_config, "whole_vocab_size", setup.vocab_size)  # a rank's own is a part
     tokens = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.int32)
     steps = []
     for start in range(0, length, most):
         end = min(start + most, length)
-        first, last = -(-start // setup.block_size), -(-end // setup.block_size)
-        steps.append(
-            whole._replace(
-                start=start, end=end, token_ids=tokens[start:end], new_blocks=whole.new_blocks[first:last],
-                first_new_block=first, sampling=None if start else whole.sampling,
-            )
-        )  # fmt: skip
+        first, last = -(-start // size), -(-end // size)
+        blocks, sampling = whole.new_blocks[first:last], None if start else whole.sampling
+        step = whole._replace(
+            start=start, end=end, token_ids=tokens[start:end], new_blocks=blocks, first_new_block=first
+        )
+        steps.append(step._replace(sampling=sampling))
     return steps
 
 

@@ -1,7 +1,7 @@
 """The linear method of each layer of a quantized checkpoint, by the `quantization_config` in its `config.json`.
 
-Each `quant_method` has a reader, which turns that object into a function from the name of a layer in the checkpoint to its
-`LinearMethod`, or to None where the layer is not quantized. Embedding and head never are.
+Each `quant_method` has a reader of that object. It returns linear methods, each with the layers that it is for ("Linear" is all
+of them; the first that matches counts), and the layers left unquantized. Embedding and head are never quantized.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from folovllm.config import EngineConfig
+from folovllm.electives.quantization import layouts
 from folovllm.electives.quantization.fp8 import Fp8
-from folovllm.electives.quantization.gguf_weights import read_gguf_types
-from folovllm.electives.quantization.int4_checkpoints import Awq, Gptq, PackedInt4, SortedGptq
-from folovllm.electives.quantization.scaled import Int8, PackedInt8
+from folovllm.electives.quantization.gguf_weights import TYPES
+from folovllm.electives.quantization.int4 import Int4
+from folovllm.electives.quantization.linear_method import Quantized
 from folovllm.layers.fusable import fusable
 from folovllm.layers.layer_set import LinearMethodOf
-from folovllm.layers.linear import LinearMethod
 from folovllm.models.files import reading
 from folovllm.models.model_config import num_experts_of
 from folovllm.models.quantization import Quantization
@@ -34,58 +34,80 @@ if TYPE_CHECKING:
 
 ROUTERS = ("gate", "shared_expert_gate")  # GPTQ and AWQ leave these unquantized and do not name them
 QuantConfig = Mapping[str, Any]  # a `quantization_config`
-# compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
-Scheme = Mapping[str, Any]
+Scheme = tuple[Sequence[tuple[Sequence[str], Quantized]], Sequence[str]]
+ALL = ("Linear",)
 ACTIVATIONS, ONLINE = "quantize_activations", "online"  # our own keys in a `quantization_config`
+WHERE = "the quantization_config in config.json"
 
 
-def read_fp8(quant_config: QuantConfig) -> LinearMethodOf:
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a layer's name has one of these as a part, of full words, or matches a regular expression behind "re:"."""
+    return any(
+        re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+        for pattern in patterns
+    )
+
+
+def fp8(layout: layouts.Layout, block: tuple[int, int] | None, scales: str | None, online: bool = False) -> Fp8:
+    """Return FP8 whose activations have "dynamic" or "static" `scales`; None: they stay as they are."""
+    inputs = "input_scale" if scales == "static" else None
+    return Fp8(replace(layout, inputs=inputs), block, online=online, rounds=scales is not None)
+
+
+def read_fp8(quant_config: QuantConfig) -> Scheme:
     """Read transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which calls the scale otherwise.
 
     Activations are quantized too, unless `activation_scheme` is null.
     """
+    if (scales := quant_config.get("activation_scheme", "dynamic")) not in ("dynamic", "static", None):
+        raise ValueError(f"activation_scheme {scales!r} is not supported: 'dynamic' and 'static' are")
     block = quant_config.get("weight_block_size")
     by_transformers = "weight_block_size" in quant_config or "modules_to_not_convert" in quant_config
-    linear_method = Fp8(
-        "weight_scale_inv" if by_transformers else "weight_scale", block and (block[0], block[1]),
-        online=bool(quant_config.get(ONLINE)), activations=quant_config.get("activation_scheme", "dynamic"),
-    )  # fmt: skip
+    layout = replace(layouts.FP8, scales="weight_scale_inv" if by_transformers else "weight_scale")
+    method = fp8(layout, block and (block[0], block[1]), scales, bool(quant_config.get(ONLINE)))
     unquantized = [*(quant_config.get("modules_to_not_convert") or []), *(quant_config.get("ignored_layers") or [])]
-    return lambda name: None if matches_any(name, unquantized) else linear_method
+    return [(ALL, method)], unquantized
 
 
-def read_gptq(quant_config: QuantConfig) -> LinearMethodOf:
+def read_gptq(quant_config: QuantConfig) -> Scheme:
     """Read GPTQ as AutoGPTQ, GPTQModel and transformers write it."""
-    layout = quant_config.get("checkpoint_format", "gptq")
-    if layout not in ("gptq", "gptq_v2"):
-        raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
+    version = quant_config.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise ValueError(f"GPTQ's checkpoint_format {version!r} is not supported: 'gptq' and 'gptq_v2' are")
     if odd := [name for name in ("dynamic", "lm_head") if quant_config.get(name)]:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
-    size = int4_group_size("gptq", quant_config.get("bits"), quant_config)
-    is_sorted = quant_config.get("desc_act") and size  # where a row is one group, no order matters
-    linear_method = (SortedGptq if is_sorted else Gptq)(size, one_less=layout == "gptq")
-    return lambda name: None if matches_any(name, ROUTERS) else linear_method
+    group = int4_group("gptq", quant_config.get("bits"), quant_config)
+    layout = layouts.GPTQ if version == "gptq" else layouts.GPTQ_V2
+    if quant_config.get("desc_act") and group:  # it quantized the inputs that matter most first: a group's lie anywhere
+        layout = replace(layout, order="g_idx", ignores=())
+    return [(ALL, Int4(layout, group))], ROUTERS
 
 
-def read_awq(quant_config: QuantConfig) -> LinearMethodOf:
+def read_awq(quant_config: QuantConfig) -> Scheme:
     """Read AWQ as AutoAWQ writes it."""
     version = str(quant_config.get("version", "gemm")).lower()
     if version != "gemm" or not quant_config.get("zero_point", True):
         raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
-    linear_method = Awq(int4_group_size("awq", quant_config.get("bits", quant_config.get("w_bit")), quant_config))
+    group = int4_group("awq", quant_config.get("bits", quant_config.get("w_bit")), quant_config)
     unquantized = [*(quant_config.get("modules_to_not_convert") or []), *ROUTERS]
-    return lambda name: None if matches_any(name, unquantized) else linear_method
+    return [(ALL, Int4(layouts.AWQ, group))], unquantized
 
 
-def int4_group_size(method: str, bits: int | None, quant_config: QuantConfig) -> int | None:
-    """Return the size of groups of 4-bit weights; None where a row is one. Raises ValueError for other bits."""
+def int4_group(method: str, bits: int | None, quant_config: QuantConfig) -> tuple[int, int] | None:
+    """Return the block of 4-bit weights that share a scale; None where a row is one. Raises ValueError for other bits."""
     if bits != 4:
         raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
     size = quant_config.get("group_size", quant_config.get("q_group_size", 128))
-    return None if size == -1 else size
+    return None if size == -1 else (1, size)
 
 
-def read_compressed_tensors(quant_config: QuantConfig) -> LinearMethodOf:
+def read_gguf(quant_config: QuantConfig) -> Scheme:
+    """Read what `gguf_file.convert` writes: the type of each quantized layer."""
+    types = quant_config["types"]
+    return [([n for n in types if types[n] == kind], TYPES[kind][0]) for kind in {*types.values()}], ()
+
+
+def read_compressed_tensors(quant_config: QuantConfig) -> Scheme:
     """Read compressed-tensors, which llm-compressor writes: groups of layers, each with a scheme.
 
     Activations are quantized with weights in FP8 alone.
@@ -93,37 +115,27 @@ def read_compressed_tensors(quant_config: QuantConfig) -> LinearMethodOf:
     Raises:
         ValueError: a scheme is not supported; the sentence says which.
     """
-    layout, schemes = quant_config.get("format"), quant_config["config_groups"].values()
-    groups = [(group["targets"], method_of_group(group, layout)) for group in schemes if group.get("weights")]
-
-    def linear_method_of(name: str) -> LinearMethod | None:
-        if matches_any(name, quant_config.get("ignore") or []):
-            return None
-        found = (method for targets, method in groups if "Linear" in targets or matches_any(name, targets))
-        return next(found, None)
-
-    return linear_method_of
+    layout, groups = quant_config.get("format"), quant_config["config_groups"].values()
+    methods = [(group["targets"], method_of_group(group, layout)) for group in groups if group.get("weights")]
+    return methods, quant_config.get("ignore") or []
 
 
-def method_of_group(group: Mapping[str, Any], layout: str | None) -> LinearMethod:
+def method_of_group(group: Mapping[str, Any], layout: str | None) -> Quantized:
     """Return the linear method of a group of layers. `layout` is how the checkpoint stores weights of groups that do not say so."""
-    scheme, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
-    kind, is_symmetric = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}", scheme.get("symmetric", True)
+    weights, inputs, layout = group["weights"], group.get("input_activations"), group.get("format") or layout
+    kind, is_symmetric = f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}", weights.get("symmetric", True)
+    block = block_of(weights)
     match kind, layout:
         case "float8", "float-quantized" | "naive-quantized" if is_symmetric:
             # Inputs have 8 bits: with scales by token or group, or the checkpoint's own.
-            activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
-            return Fp8("weight_scale", block_of(scheme), activations=activations)
+            return fp8(layouts.FP8, block, None if not inputs else "dynamic" if inputs.get("dynamic") else "static")
         case "int8", "int-quantized" | "naive-quantized" if is_symmetric:
-            return Int8("weight_scale", block_of(scheme))
+            return Quantized(layouts.INT8, block)
         case "int8", "pack-quantized" if is_symmetric:
-            return PackedInt8("weight_scale", block_of(scheme))
-        case "int4", "pack-quantized" if scheme.get("actorder") not in (
-            "group",
-            True,
-        ):  # else a group's inputs lie anywhere
-            block = block_of(scheme)
-            return PackedInt4(block and block[1], with_zeros=not is_symmetric)
+            return Quantized(layouts.PACKED_INT8, block)
+        case "int4", "pack-quantized" if weights.get("actorder") not in ("group", True):  # else a group's lie anywhere
+            zeros = None if is_symmetric else layouts.PACKED_INT4.zeros
+            return Int4(replace(layouts.PACKED_INT4, zeros=zeros), block)
     raise ValueError(
         f"weights quantized by compressed-tensors as {'' if is_symmetric else 'asymmetric '}{kind} {layout} are not supported: "
         "known are symmetric float8 and int8, float-, int-, naive- or pack-quantized, and int4 pack-quantized whose actorder "
@@ -131,31 +143,31 @@ def method_of_group(group: Mapping[str, Any], layout: str | None) -> LinearMetho
     )
 
 
-def block_of(scheme: Scheme) -> tuple[int, int] | None:
+def block_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return how many outputs and inputs share a scale; None: all inputs of an output, or the whole layer."""
-    match scheme.get("strategy"):
+    match weights.get("strategy"):
         case "tensor" | "channel" | None:
             return None
         case "block":
-            rows, columns = scheme["block_structure"]
+            rows, columns = weights["block_structure"]
             return rows, columns
         case "group":
-            return 1, scheme["group_size"]
+            return 1, weights.get("group_size", 0)
         case other:
             raise ValueError(f"weights quantized by compressed-tensors with strategy {other!r} are not supported")
 
 
-READERS: dict[str, Callable[[QuantConfig], LinearMethodOf]] = {  # by `quant_method`
+READERS: dict[str, Callable[[QuantConfig], Scheme]] = {  # by `quant_method`
     "fp8": read_fp8,
     "gptq": read_gptq,
     "awq": read_awq,
-    "gguf": read_gguf_types,
+    "gguf": read_gguf,
     "compressed-tensors": read_compressed_tensors,
 }
 
 
 def compressed_config(
-    layout: str, weights: Scheme, inputs: Scheme | None = None, ignore: Sequence[str] = ("re:.*gate$",)
+    layout: str, weights: QuantConfig, inputs: QuantConfig | None = None, ignore: Sequence[str] = ("re:.*gate$",)
 ) -> dict[str, Any]:
     """Return the `quantization_config` of one of compressed-tensors' layouts, as llm-compressor writes it."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
@@ -173,26 +185,10 @@ REQUESTED: dict[str, QuantConfig] = {
 }
 
 
-def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a layer's name has one of these as a part, of full words, or matches a regular expression behind "re:"."""
-    return any(
-        re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
-        for pattern in patterns
-    )
-
-
 def quant_config_of(hf_config: PretrainedConfig) -> QuantConfig | None:
     """Return a model's `quantization_config`, if it has one."""
     quant_config = getattr(hf_config, "quantization_config", None)
     return quant_config if quant_config is None or isinstance(quant_config, Mapping) else quant_config.to_dict()
-
-
-def checkpoint_name(name: str, renamed: Mapping[str, str]) -> str:
-    """Return the checkpoint's name of one of our layers."""
-    name += "."
-    for theirs, ours in renamed.items():
-        name = name.replace(ours, theirs)
-    return name.removesuffix(".")
 
 
 class CheckpointQuantization(Quantization):
@@ -225,34 +221,40 @@ class CheckpointQuantization(Quantization):
         if (quant_config := quant_config_of(hf_config)) is None:
             return None
         method = quant_config.get("quant_method")
-        with reading("the quantization_config in config.json"):
+        with reading(WHERE):
             if method not in READERS:
                 raise ValueError(
                     f"this checkpoint is quantized by {method!r} (quant_method), which is not supported: the known ones are "
                     f"{', '.join(READERS)}"
                 )
-            checkpoint_method_of = READERS[method](quant_config)
+            groups, unquantized = READERS[method](quant_config)
 
-        def linear_method_of(name: str) -> LinearMethod | None:
-            with reading("the quantization_config in config.json"):  # its patterns are compiled only now
-                found = checkpoint_method_of(checkpoint_name(name, renamed))
+        def of_part(name: str) -> Quantized | None:
+            name += "."
+            for theirs, ours in renamed.items():
+                name = name.replace(ours, theirs)
+            name = name.removesuffix(".")
+            with reading(WHERE):  # its patterns are compiled only now
+                if matches_any(name, unquantized):
+                    return None
+                found = next((m for targets, m in groups if "Linear" in targets or matches_any(name, targets)), None)
             if isinstance(found, Fp8) and not quant_config.get(ACTIVATIONS, True):
-                return replace(found, activations=None)
+                return replace(found, rounds=False, layout=replace(found.layout, inputs=None))
             return found
 
-        def of_merged(name: str) -> LinearMethod | None:
+        def linear_method_of(name: str) -> Quantized | None:
             parent, _, leaf = name.rpartition(".")
             parts = packed.get(leaf, [leaf])
-            first, *others = (linear_method_of(f"{parent}.{part}") for part in parts)
+            first, *others = (of_part(f"{parent}.{part}") for part in parts)
             if any(other != first for other in others):
                 raise ValueError(
                     f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
                 )
-            if leaf == "gate_up_proj" and isinstance(first, Fp8) and first.activations == "dynamic":
-                return replace(first, rounds_gated=linear_method_of(f"{parent}.down_proj") == first)
+            if leaf == "gate_up_proj" and isinstance(first, Fp8) and first.rounds and first.layout.inputs is None:
+                return replace(first, rounds_gated=of_part(f"{parent}.down_proj") == first)
             return first
 
-        return of_merged
+        return linear_method_of
 
     def finish_decoded(self, model: nn.Module, path: Path, dtype: torch.dtype) -> None:
         """Raise ValueError if FP8 lacks its scale. Weights that are as they are stored, beside decoded ones, become `dtype`."""

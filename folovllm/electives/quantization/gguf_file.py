@@ -11,12 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from gguf import GGUFReader, dequantize
+from gguf.gguf_reader import ReaderTensor
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from folovllm.electives.quantization.gguf_weights import quantized_weights
+from folovllm.engine.require import require
 from folovllm.models.files import reading
 from folovllm.models.written_files import cache_dir
 
 if TYPE_CHECKING:
-    import torch
-    from gguf.gguf_reader import ReaderTensor
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 Values = dict[str, Any]  # the file's metadata, by its keys
@@ -59,8 +67,6 @@ def atomic_folder(target: Path, failure: str, hint: str = "") -> Iterator[Path]:
     Raises:
         ValueError: `failure`, why, and `hint`: the disk did not take it. Nothing is left behind.
     """
-    from safetensors import SafetensorError
-
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in target.parent.glob(".smollm2-*"):
@@ -83,13 +89,6 @@ def convert(gguf_file: Path, out: Path, keep_quantized: bool = False) -> None:
     With `keep_quantized` projections stay quantized if `gguf_weights` has their type. All of the file is read before
     anything is written.
     """
-    import torch
-    from safetensors.torch import save_file
-    from tqdm import tqdm
-
-    from folovllm.electives.quantization.gguf_reader import read_gguf
-    from folovllm.electives.quantization.gguf_weights import quantized_weights
-
     values, stored = read_gguf(gguf_file)
     with reading(gguf_file):
         _check_supported(values)
@@ -98,10 +97,8 @@ def convert(gguf_file: Path, out: Path, keep_quantized: bool = False) -> None:
         config.tie_word_embeddings = "lm_head.weight" not in tensors
         tokenizer = _tokenizer(values)
     in_hf_order = partial(_in_hf_order, config)
-    weights: dict[str, torch.Tensor] = {}
-    types: dict[str, str] = {}
+    weights, types = quantized_weights(gguf_file, tensors if keep_quantized else {}, in_hf_order)
     if keep_quantized:
-        weights, types = quantized_weights(gguf_file, tensors, in_hf_order)
         config.quantization_config = {"quant_method": "gguf", "types": types}
     for name, tensor in tqdm(tensors.items(), desc="Converting", unit=" tensors"):
         if name.removesuffix(".weight") not in types:
@@ -113,19 +110,44 @@ def convert(gguf_file: Path, out: Path, keep_quantized: bool = False) -> None:
     shutil.copymode(out / "config.json", out / "model.safetensors")  # save_file lets nobody else read it
 
 
+class BoundedReader(GGUFReader):  # type: ignore[misc]  # the library has no types
+    """Refuses what lies behind the end of the file. The library reads nothing there, and goes on: a file of 49 bytes
+    that counts 2^40 numbers could keep it busy for ever.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        found: np.ndarray = super()._get(offset, dtype, count, override_order)
+        require(len(found) >= count, f"the file ends within {count} numbers that begin at byte {offset}")
+        return found
+
+
+def read_gguf(file: Path) -> tuple[Values, dict[str, ReaderTensor]]:
+    """Return the values by their keys, and the tensors (in the memory-mapped file) by their names.
+
+    Raises:
+        ValueError: it is no GGUF file, or a damaged one.
+    """
+    with reading(file):
+        reader = BoundedReader(file)
+        require(reader.byte_order != "S", "its numbers are big-endian, which is not supported")
+        require(sum(tensor.n_bytes for tensor in reader.tensors) <= len(reader.data), "tensors overlap")
+        values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+        return values, {tensor.name: tensor for tensor in reader.tensors}
+
+
 def _check_supported(values: Values) -> None:
     """Raise ValueError unless this is a Llama model with SmolLM2's kind of tokenizer, whole sizes and RoPE as it was trained."""
     family, tokenizer = values.get("general.architecture"), values.get(f"{_TOKENS}pre", "smollm")
-    if family != "llama" or tokenizer != "smollm" or values.get(f"{_TOKENS}model") != "gpt2":
-        raise ValueError(
-            f"it holds a model of architecture {family!r} with tokenizer {tokenizer!r}: of GGUF files those of architecture "
-            "'llama' with tokenizer 'smollm' are supported. Take the model's safetensors"
-        )
+    require(
+        (family, tokenizer, values.get(f"{_TOKENS}model")) == ("llama", "smollm", "gpt2"),
+        f"it holds a model of architecture {family!r} with tokenizer {tokenizer!r}: of GGUF files those of architecture "
+        "'llama' with tokenizer 'smollm' are supported. Take the model's safetensors",
+    )
     for key in (f"llama.{name}" for name in _SIZES):
-        if not (isinstance(size := values.get(key), int) and 0 < size < 2**31):
-            raise ValueError(f"{key} is {size!r}, and must be a whole number of at least 1")
-    if (scaling := values.get("llama.rope.scaling.type", "none")) != "none":
-        raise ValueError(f"llama.rope.scaling.type {scaling!r} is not supported: take the model's safetensors")
+        fits = isinstance(size := values.get(key), int) and 0 < size < 2**31
+        require(fits, f"{key} is {size!r}, and must be a whole number of at least 1")
+    scaling = values.get("llama.rope.scaling.type", "none")
+    require(scaling == "none", f"llama.rope.scaling.type {scaling!r} is not supported: take the model's safetensors")
 
 
 def _config(values: Values) -> LlamaConfig:
@@ -137,19 +159,16 @@ def _config(values: Values) -> LlamaConfig:
     fields = {field: values[key] for key, field in keys.items() if key in values}
     fields |= {"vocab_size": len(values[f"{_TOKENS}tokens"]), "dtype": "bfloat16", **_special_ids(values)}
     config = LlamaConfig(architectures=["LlamaForCausalLM"], **fields)
-    size = values.get("llama.attention.key_length", config.hidden_size // config.num_attention_heads)
-    if config.head_dim != size:
-        raise ValueError(
-            f"llama.rope.dimension_count is {config.head_dim}, and only whole heads, of {size}, are supported"
-        )
+    size, rotated = (
+        values.get("llama.attention.key_length", config.hidden_size // config.num_attention_heads),
+        config.head_dim,
+    )
+    require(rotated == size, f"llama.rope.dimension_count is {rotated}, and only whole heads, of {size}, are supported")
     return config
 
 
 def _floats(tensor: ReaderTensor) -> torch.Tensor:
     """Return a tensor in float32. Raises ValueError if it is of a type that cannot be unpacked."""
-    import torch
-    from gguf import dequantize
-
     try:
         return torch.tensor(dequantize(tensor.data, tensor.tensor_type))
     except NotImplementedError as error:
@@ -200,8 +219,8 @@ def _tokenizer(values: Values) -> PreTrainedTokenizerFast:
     types = zip(tokens, values.get(f"{_TOKENS}token_type", [0] * len(tokens)), strict=True)
     special = [token for token, token_type in types if token_type == 3]  # GGUF's "control"
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    if not isinstance(template := values.get("tokenizer.chat_template"), str | None):
-        raise ValueError("tokenizer.chat_template must be a text")
+    template = values.get("tokenizer.chat_template")
+    require(isinstance(template, str | None), "tokenizer.chat_template must be a text")
     ids = _special_ids(values) | {"unk_token_id": values.get(f"{_TOKENS}unknown_token_id")}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=template, model_max_length=values["llama.context_length"],

@@ -7,31 +7,21 @@ or 8 bits with a scale, and perhaps a minimum, for each group of inputs. Types a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from folovllm.electives.quantization import packing
 from folovllm.electives.quantization.int4 import Int4
-from folovllm.electives.quantization.scaled import Int8
-from folovllm.layers.layer_set import LinearMethodOf
-from folovllm.layers.linear import LinearMethod
+from folovllm.electives.quantization.layouts import GGUF, GGUF_MINIMUMS, INT8
+from folovllm.electives.quantization.linear_method import Quantized
 from folovllm.models.files import reading
 
 if TYPE_CHECKING:
     from gguf.gguf_reader import ReaderTensor
 
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """A type of blocks: the linear method for it, and what turns blocks [outputs, blocks, bytes] into that method's tensors."""
-
-    linear_method: LinearMethod
-    split: Callable[[torch.Tensor], Tensors]
 
 
 def q4_0(blocks: torch.Tensor) -> Tensors:
@@ -84,20 +74,15 @@ def pack_nibbles(pairs: torch.Tensor) -> torch.Tensor:
     return packing.pack_planes(codes, 32)
 
 
-TYPES: dict[str, BlockType] = {
-    "Q4_0": BlockType(Int4(32), q4_0),
-    "Q4_1": BlockType(Int4(32, with_zeros=True, with_minimum=True), q4_1),
-    "Q4_K": BlockType(Int4(32, with_zeros=True, with_minimum=True), q4_k),
-    "Q8_0": BlockType(Int8("weight_scale", (1, 32)), q8_0),
-    "Q6_K": BlockType(Int8("weight_scale", (1, 16)), q6_k),
+# A type of blocks: its linear method, and what turns blocks [outputs, blocks, bytes] into that method's tensors.
+TYPES: dict[str, tuple[Quantized, Callable[[torch.Tensor], Tensors]]] = {
+    "Q4_0": (Int4(GGUF, (1, 32)), q4_0),
+    "Q4_1": (Int4(GGUF_MINIMUMS, (1, 32)), q4_1),
+    "Q4_K": (Int4(GGUF_MINIMUMS, (1, 32)), q4_k),
+    "Q8_0": (Quantized(INT8, (1, 32)), q8_0),
+    "Q6_K": (Quantized(INT8, (1, 16)), q6_k),
 }
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that are one here
-
-
-def read_gguf_types(quant_config: Mapping[str, Any]) -> LinearMethodOf:
-    """Read the `quantization_config` that `gguf_file.convert` writes: the type of each quantized layer."""
-    types: Mapping[str, str] = quant_config["types"]
-    return lambda name: TYPES[types[name]].linear_method if name in types else None
 
 
 def quantized_weights(
@@ -117,20 +102,17 @@ def quantized_weights(
     from gguf import GGML_QUANT_SIZES
 
     all_types = {name.removesuffix(".weight"): tensor.tensor_type.name for name, tensor in tensors.items()}
-    types = {n: t for n, t in all_types.items() if t in TYPES and n.endswith("proj") and has_one_type(n, all_types)}
+    types: dict[str, str] = {}
     weights: Tensors = {}
-    for name, kind in types.items():
-        with reading(file, name):
-            stored = tensors[f"{name}.weight"]
-            _, size = GGML_QUANT_SIZES[stored.tensor_type]  # bytes of a block
-            blocks = torch.tensor(stored.data).reshape(len(stored.data), -1, size)
-            for part, content in TYPES[kind].split(blocks).items():
-                weights[f"{name}.{part}"] = in_hf_order(f"{name}.weight", content).contiguous()
+    for name, kind in all_types.items():
+        parent, _, leaf = name.rpartition(".")
+        merged = next((parts for parts in MERGED if leaf in parts), (leaf,))
+        if kind in TYPES and leaf.endswith("proj") and all(all_types.get(f"{parent}.{m}") == kind for m in merged):
+            types[name] = kind
+            with reading(file, name):
+                stored = tensors[f"{name}.weight"]
+                _, size = GGML_QUANT_SIZES[stored.tensor_type]  # bytes of a block
+                blocks = torch.tensor(stored.data).reshape(len(stored.data), -1, size)
+                for part, content in TYPES[kind][1](blocks).items():
+                    weights[f"{name}.{part}"] = in_hf_order(f"{name}.weight", content).contiguous()
     return weights, types
-
-
-def has_one_type(name: str, types: Mapping[str, str]) -> bool:
-    """Return whether the projections that are merged with this one have its type."""
-    parent, _, leaf = name.rpartition(".")
-    merged = next((parts for parts in MERGED if leaf in parts), (leaf,))
-    return len({types.get(f"{parent}.{part}") for part in merged}) == 1

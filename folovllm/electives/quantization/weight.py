@@ -11,6 +11,10 @@ from functools import cache
 
 import torch
 
+from folovllm.electives.quantization import packing
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
@@ -35,6 +39,43 @@ class QuantizedWeight:
     def stored(self) -> torch.Tensor:
         """Return the numbers as integers of their size, since kernels read their bits."""
         return self.weight if self.weight.dtype == torch.int32 else self.weight.view(torch.int8)
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """Return the codes of 4 bits [outputs, inputs] uint8."""
+        return packing.unpack_planes(self.weight, self.columns)
+
+    def scales_and_minimums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two tensors [outputs, groups] float32 of 4 bits: W is code * scale + minimum. Both are exact, since codes are small."""
+        scales = self.scale.float()
+        if self.zeros is None:
+            return scales, -8 * scales
+        zeros = self.zeros.float()
+        return scales, zeros if self.zeros.is_floating_point() else -zeros * scales
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return W in `dtype`, computed in float32 and rounded once. `rows` must be 1."""
+        if self.weight.dtype == torch.int32:
+            scales, minimums = self.scales_and_minimums()
+            codes = self.codes.float().unflatten(1, (-1, self.columns))  # [outputs, groups, columns]
+            return codes.mul_(scales[..., None]).add_(minimums[..., None]).flatten(1).to(dtype)
+        dense = self.weight.to(dtype)
+        if dense.shape[1] % self.columns == 0:
+            dense.unflatten(1, (-1, self.columns)).mul_(self.scale[..., None])
+        else:  # the last block has fewer inputs
+            dense *= self.scale.repeat_interleave(self.columns, 1)[:, : dense.shape[1]]
+        return dense
+
+
+def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round `w` [outputs, inputs] with a scale for each output: `to` int8 (127 steps on both sides of 0) or E4M3 (up to 448).
+
+    Returns codes [outputs, inputs] in `to`, and scales [outputs, 1]. A weight is code * scale.
+    """
+    largest = w.float().abs().amax(dim=1, keepdim=True)
+    scale = torch.where(largest > 0, largest / LARGEST[to], 1.0).to(scale_dtype)  # 1 where all are 0
+    steps = (w.float() / scale.float()).clamp(-LARGEST[to], LARGEST[to])
+    return (steps.round() if to == torch.int8 else steps).to(to), scale
 
 
 def kind_of(weight: torch.Tensor) -> str:

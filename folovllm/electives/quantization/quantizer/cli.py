@@ -9,27 +9,27 @@ import typer
 
 from folovllm.apps.cli.flags import pick, with_flags
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.engine.require import require
 
 if TYPE_CHECKING:
     from folovllm.electives.quantization.quantizer.run import Report
 
 
+MODEL = typer.Argument(help="A folder, a hub id or an embedded model's name.", show_default=False)
+OUT = typer.Option("--out", "-o", help="The folder to write.", metavar="DIR", show_default=False)
+TEXT = typer.Option(
+    help='JSON lines, each {"text": "..."}: gptq and awq learn from the first four fifths what inputs look like; '
+    "the last fifth measures the perplexity. The embedded model has a text of its own.",
+    metavar="FILE",
+)
+DEVICE = typer.Option(help="cuda or cpu; by default cuda where there is one.")
+
+
 def quantize(
-    model: Annotated[
-        str | None, typer.Argument(help="A folder, a hub id or an embedded model's name.", show_default=False)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The folder to write.", metavar="DIR", show_default=False)
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help='JSON lines, each {"text": "..."}: gptq and awq learn from the first four fifths what inputs look like; '
-            "the last fifth measures the perplexity. The embedded model has a text of its own.",
-            metavar="FILE",
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    model: Annotated[str | None, MODEL] = None,
+    out: Annotated[Path | None, OUT] = None,
+    calibration: Annotated[Path | None, TEXT] = None,
+    device: Annotated[str | None, DEVICE] = None,
     **given: Any,
 ) -> None:
     """Write a model with fewer bits, for this engine, vLLM and transformers.
@@ -41,8 +41,8 @@ def quantize(
     """
     if out is None:
         raise ValueError("name the folder to write: -o DIR")
-    if "format" not in (chosen := pick(given, QuantizeOptions)):
-        raise ValueError("choose a format: --format gptq, awq, fp8 or int8")
+    chosen = pick(given, QuantizeOptions)
+    require("format" in chosen, "choose a format: --format gptq, awq, fp8 or int8")
     options = QuantizeOptions(**chosen)  # before torch is loaded
     from folovllm.config import DEFAULT_MODEL
     from folovllm.electives.quantization.quantizer.run import quantize as run
@@ -55,9 +55,8 @@ def show(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "before", "after")
+    table, says = Table("", "before", "after"), "no text, so no perplexity: --calibration names one"
     table.add_row("size, MB", f"{report.bytes_before / 1e6:.1f}", f"{report.bytes_after / 1e6:.1f}")
-    says = "no text, so no perplexity: --calibration names one"
     if (quality := report.quality) is not None:
         table.add_row("perplexity", f"{quality.before:.4f}", f"{quality.after:.4f}")
         says = (
@@ -65,8 +64,7 @@ def show(report: Report) -> None:
             f"at {quality.agreement:.1%} of them"
         )
     Console().print(table)
-    print(says)
-    print(report.folder)
+    print(says, report.folder, sep="\n")
 
 
 def add_to(app: typer.Typer) -> None:

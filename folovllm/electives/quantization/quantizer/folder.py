@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from folovllm.engine.require import require
 from folovllm.models.extra_tensors import IGNORED_SUFFIX, weight_loader_of
 from folovllm.models.files import reading, tokenizer_folder
 from folovllm.models.llama import LlamaForCausalLM
@@ -25,12 +26,8 @@ NOT_COPIED = ("config.json", INDEX)
 def read_checkpoint(path: Path, model: LlamaForCausalLM) -> tuple[list[Tensors], Tensors]:
     """Return each layer's tensors, named from the layer on ("mlp.up_proj.weight"), and those that are in no layer.
 
-    They are views of memory-mapped files: only what is used is read.
-
-    All headers, and what is in no layer, are checked here; layers are checked one by one, as they are loaded.
-
-    Args:
-        model: the full model, empty, on the meta device.
+    They are views of memory-mapped files: only what is used is read. All headers, and what is in no layer, are checked here;
+    layers are checked one by one, as they are loaded. `model` is the full one, empty, on the meta device.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape, quantized, or (in no layer) not finite.
@@ -38,17 +35,16 @@ def read_checkpoint(path: Path, model: LlamaForCausalLM) -> tuple[list[Tensors],
     stored = read_tensors(path, {}, None, lambda name, tensor: [(name, tensor)])
     tensors = {name: tensor for name, tensor in stored if not name.endswith(IGNORED_SUFFIX)}
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
-    destinations, tied = checkpoint_places(model), model.lm_head.weight is model.model.embed_tokens.weight
+    places, tied = checkpoint_places(model), model.lm_head.weight is model.model.embed_tokens.weight
     with reading(f"the checkpoint in {path}"):
         for name, tensor in tensors.items():
             if not (weight_loader_of(name) or (tied and name == HEAD)):
-                pop_destination(name, tensor.shape, destinations)
-        if destinations:
-            raise ValueError(f"it lacks {', '.join(sorted(destinations)[:5])}")
+                pop_destination(name, tensor.shape, places)
+        require(not places, f"it lacks {', '.join(sorted(places)[:5])}")
         for name, tensor in rest.items():
             require_finite(name, tensor)
-        if tied and not torch.equal(rest.get(HEAD, rest[EMBEDDING]), rest[EMBEDDING]):
-            raise ValueError(f"it holds a {HEAD!r} of its own: set tie_word_embeddings to false in its config")
+        same = not tied or torch.equal(rest.get(HEAD, rest[EMBEDDING]), rest[EMBEDDING])
+        require(same, f"it holds a {HEAD!r} of its own: set tie_word_embeddings to false in its config")
     prefixes = [f"{PREFIX}{index}." for index in range(len(model.model.layers))]
     return [{n.removeprefix(p): t for n, t in tensors.items() if n.startswith(p)} for p in prefixes], rest
 
@@ -68,8 +64,7 @@ class OutputFolder:
             is_empty = not any(path.iterdir())
         except OSError as error:
             raise ValueError(f"cannot write to the folder {path}: {error.strerror}") from error
-        if not is_empty:
-            raise ValueError(f"{path} is not empty: name a folder that is")
+        require(is_empty, f"{path} is not empty: name a folder that is")
 
     def write(self, index: int, tensors: Tensors, prefix: str = "") -> None:
         """Write file `index` of the weights. The checkpoint's names are those of `tensors` behind `prefix`."""
@@ -82,10 +77,10 @@ class OutputFolder:
 
     def finish(self, source: Path, quant_config: dict[str, Any]) -> None:
         """Write the index, the tokenizer of `source`, and last of all its configuration with `quant_config`."""
-        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self._file_of}
-        write_whole(self.path / INDEX, json.dumps(index, indent=2))
-        for folder in dict.fromkeys((tokenizer_folder(source), source)):
+        for folder in (tokenizer_folder(source), source):
             for file in (file for pattern in COPIED for file in folder.glob(pattern) if file.name not in NOT_COPIED):
                 write_whole(self.path / file.name, file.read_bytes())
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self._file_of}
+        write_whole(self.path / INDEX, json.dumps(index, indent=2))
         config = json.loads((source / "config.json").read_text()) | {"quantization_config": quant_config}
         write_whole(self.path / "config.json", json.dumps(config, indent=2))

@@ -16,13 +16,36 @@ from folovllm.electives.quantization.quantizer.gptq import LOWEST_ZERO, act_orde
 from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups, round_groups
 from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.electives.quantization.weight import round_channels
 
 BITS = 4
-FP8 = torch.float8_e4m3fn
-LARGEST = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
 NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
 LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # whose outputs a layer reads
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
+
+
+def quantize_layer(
+    options: QuantizeOptions, layer: OneLayer, source: Tensors, dtype: torch.dtype, inputs: dict[str, Inputs] | None
+) -> Tensors:
+    """Return the checkpoint's tensors of the quantized layer; `layer` is left with the weights that they stand for.
+
+    Args:
+        source: the layer's tensors before. What is not quantized keeps its dtype.
+        dtype: that of scales.
+        inputs: what the layer's linear layers read; None where rounding looks at weights alone.
+    """
+    if inputs is not None and options.format == "awq":
+        fold_scales(layer, inputs, BITS, options.group_size, dtype)
+    tensors = {name: t for name, t in source.items() if name.removesuffix(".weight") not in layer.projections}
+    for name, view in layer.tensors().items():
+        if name in tensors:
+            tensors[name] = view.to(tensors[name].dtype, copy=True)
+            view.copy_(tensors[name])
+    for part, (linear, w) in layer.projections.items():
+        quantized, weight = quantize_weight(options, part, w, dtype, inputs[linear] if inputs else None)
+        tensors |= {f"{part}.{kind}": tensor for kind, tensor in quantized.items()}
+        w.copy_(weight)
+    return tensors
 
 
 def quantize_weight(
@@ -41,7 +64,7 @@ def quantize_weight(
         if inputs is not None and not options.no_clip and not name.endswith(NOT_CLIPPED):
             w = search_clip(w, inputs.gram, BITS, options.group_size)
         return to_awq(options, w.to(dtype))
-    return to_8_bits(w, FP8 if options.format == "fp8" else torch.int8, dtype)
+    return to_8_bits(w, torch.float8_e4m3fn if options.format == "fp8" else torch.int8, dtype)
 
 
 def to_gptq(o: QuantizeOptions, w: torch.Tensor, inputs: Inputs | None) -> tuple[Tensors, torch.Tensor]:
@@ -51,12 +74,11 @@ def to_gptq(o: QuantizeOptions, w: torch.Tensor, inputs: Inputs | None) -> tuple
     """
     order = torch.arange(w.shape[1], device=w.device)
     if inputs is None:
-        rounded = quantize_groups(w, BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
+        codes, scales, zeros = quantize_groups(w, BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
     else:
         order = act_order(inputs.gram) if o.act_order else order
         gram = inputs.gram[order][:, order]
-        rounded = gptq(w[:, order], gram, BITS, o.group_size, not o.asymmetric, o.damping)
-    codes, scales, zeros = rounded
+        codes, scales, zeros = gptq(w[:, order], gram, BITS, o.group_size, not o.asymmetric, o.damping)
     back = order.argsort()  # where each input came in the order
     tensors = {
         "qweight": packing.pack_gptq(codes[:, back]),
@@ -96,16 +118,12 @@ def quantization_config(o: QuantizeOptions, unquantized: Sequence[str]) -> dict[
 
     As GPTQModel, AutoAWQ and llm-compressor write it: FP8_DYNAMIC, for vLLM rounds the inputs to FP8, too; W8A16.
     """
+    int4 = {"quant_method": o.format, "bits": BITS, "group_size": o.group_size}
     if o.format == "gptq":
-        return {
-            "quant_method": "gptq", "checkpoint_format": "gptq", "bits": BITS, "group_size": o.group_size,
-            "desc_act": o.act_order, "sym": not o.asymmetric, "lm_head": False, "damp_percent": o.damping,
-        }  # fmt: skip
+        own = {"checkpoint_format": "gptq", "desc_act": o.act_order, "sym": not o.asymmetric, "lm_head": False}
+        return int4 | own | {"damp_percent": o.damping}
     if o.format == "awq":
-        return {
-            "quant_method": "awq", "bits": BITS, "group_size": o.group_size, "zero_point": True, "version": "gemm",
-            "modules_to_not_convert": None,
-        }  # fmt: skip
+        return int4 | {"zero_point": True, "version": "gemm", "modules_to_not_convert": None}
     layout, kind = ("float-quantized", "float") if o.format == "fp8" else ("pack-quantized", "int")
     numbers = {"num_bits": 8, "type": kind, "symmetric": True}
     inputs = numbers | {"strategy": "token", "dynamic": True} if o.format == "fp8" else None
@@ -119,20 +137,18 @@ def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_siz
     So does what reads a part of one merged matrix (Phi-3's).
     `inputs` are divided along. `dtype` is that in which norms will be stored.
     """
-    projections = {name: rows for parts in layer.parts.values() for name, rows in parts.items()}
-    tensors = layer.tensors()
-    rounding = partial(round_groups, bits=bits, group_size=group_size)
+    tensors, rounding = layer.tensors(), partial(round_groups, bits=bits, group_size=group_size)
     for name, linear in layer.linears.items():
-        w, found = linear.weight.data, inputs[name]
-        writer = None if name in NORMS else projections.get(LINEARS[name])
-        if name not in NORMS and (writer is None or len(writer) != w.shape[1]):
+        w, found, writer = linear.weight.data, inputs[name], LINEARS.get(name)
+        if writer is not None and (writer not in layer.projections or len(layer.projections[writer][1]) != w.shape[1]):
             continue
         scale = search_scale(w, found.gram, found.magnitude, rounding)
         if writer is None:
             scale = divide_norm(tensors[f"{NORMS[name]}.weight"], scale, dtype)
         else:
-            writer /= scale[:, None]
-            if (bias := tensors.get(f"{LINEARS[name]}.bias")) is not None:
+            rows, bias = layer.projections[writer][1], tensors.get(f"{writer}.bias")
+            rows /= scale[:, None]
+            if bias is not None:
                 bias /= scale
         w *= scale
         found.divide(scale)
@@ -147,18 +163,3 @@ def divide_norm(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     real = torch.where(divided == 0, scale, weight / divided)
     weight.copy_(divided)
     return real
-
-
-def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round `w` [outputs, inputs] with a scale for each output.
-
-    Args:
-        to: torch.int8 (127 steps on both sides of 0) or torch.float8_e4m3fn (the largest is 448).
-
-    Returns:
-        codes [outputs, inputs] in `to`; scales [outputs, 1]. A weight is code * scale.
-    """
-    largest = w.float().abs().amax(dim=1, keepdim=True)
-    scale = torch.where(largest > 0, largest / LARGEST[to], 1.0).to(scale_dtype)  # 1 where all are 0
-    steps = (w.float() / scale.float()).clamp(-LARGEST[to], LARGEST[to])
-    return (steps.round() if to == torch.int8 else steps).to(to), scale

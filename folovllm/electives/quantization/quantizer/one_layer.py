@@ -51,54 +51,47 @@ class Inputs:
 class OneLayer:
     """The engine's decoder layer, and the checkpoint's names for its parts.
 
-    `linears` are the merged layers ("self_attn.qkv_proj"); `parts` says for each which of the checkpoint's projections it
-    holds, and where: "self_attn.q_proj" -> a view of its rows. `routers`, of a mixture of experts, are in neither: they stay
-    unquantized, for a small error in them would ask other experts.
+    `linears` are the merged layers ("self_attn.qkv_proj"). `projections` are the checkpoint's: "self_attn.q_proj" -> the linear
+    layer that holds it, and a view of its rows. `routers`, of a mixture of experts, are in neither: they stay unquantized, for a
+    small error in them would ask other experts.
     """
 
     def __init__(self, hf_config: Any, device: torch.device, length: int) -> None:
         one = deepcopy(hf_config)
         one.num_hidden_layers = 1
         model = build_model(one, torch.float32, device, length)  # 16 bits would hide small errors, and it is one layer
-        prefix = f"{PREFIX}0."
-        self._destinations = {
-            name.removeprefix(prefix): destination
-            for name, destination in checkpoint_places(model).items()
-            if name.startswith(prefix)
-        }
+        places, prefix = checkpoint_places(model), f"{PREFIX}0."
+        self._places = {name.removeprefix(prefix): p for name, p in places.items() if name.startswith(prefix)}
         self.module: LlamaDecoderLayer = model.model.layers[0]  # type: ignore[assignment]
         linears = {name: m for name, m in self.module.named_modules() if isinstance(m, LinearBase)}
         self.routers = [name for name in linears if name.rpartition(".")[2] in ROUTERS]
         self.linears = {name: m for name, m in linears.items() if name not in self.routers}
-        self.parts: dict[str, Tensors] = {}
+        self.projections: dict[str, tuple[str, torch.Tensor]] = {}
         for name, linear in self.linears.items():
             parent, _, leaf = name.rpartition(".")
-            parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
-            self.parts[name] = dict(zip(parts, linear.weight_views()["weight"], strict=True))
-        known = {*self.routers, *(part for parts in self.parts.values() for part in parts)}
+            parts = model.packed_modules_mapping.get(leaf, [leaf])
+            for part, rows in zip(parts, linear.weight_views()["weight"], strict=True):
+                self.projections[f"{parent}.{part}"] = name, rows
         for name, view in self.tensors().items():
-            if view.dim() > 1 and name.removesuffix(".weight") not in known:
+            if view.dim() > 1 and name.removesuffix(".weight") not in {*self.routers, *self.projections}:
                 raise ValueError(f"{name} is in no linear layer: models with such weights cannot be quantized here")
         attend_within(self.module, length)
 
     def load(self, tensors: Tensors) -> None:
         """Fill the layer with tensors that `read_checkpoint` has seen. Raises ValueError if one is not finite."""
-        left = dict(self._destinations)
-        for name, tensor in tensors.items():
-            if name in left:  # scales of a KV cache are not
-                copy_weight(name, tensor, left)
+        left = dict(self._places)
+        for name in tensors.keys() & left.keys():  # scales of a KV cache have no place
+            copy_weight(name, tensors[name], left)
 
     def tensors(self) -> Tensors:
         """Return what the layer holds now, by the checkpoint's names: views."""
-        return {name: destination.view for name, destination in self._destinations.items()}
+        return {name: place.view for name, place in self._places.items()}
 
     @torch.no_grad()
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Turn hidden states before the layer, [n, length, H], into those after it; some sequences at a time."""
-        if len(x) == 0:  # no text
-            return x
-        done = []
-        for some in x.split(max(1, TOKENS_AT_ONCE // x.shape[1])):
+        done = [x[:0]]
+        for some in x.split(max(1, TOKENS_AT_ONCE // x.shape[1])) if len(x) else ():
             batch = whole_batch(torch.zeros(some.shape[:2], dtype=torch.int64, device=x.device))
             out, residual = self.module(some.flatten(0, 1), None, batch)
             done.append((out + residual).view_as(some))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from folovllm.engine.require import require
+
 FORMATS = ("gptq", "awq", "fp8", "int8")
 CALIBRATED = ("gptq", "awq")  # these look at inputs
 ONLY: dict[str, tuple[str, ...]] = {  # what belongs to some formats alone
-    "group_size": CALIBRATED,
+    "group_size": CALIBRATED, "no_clip": ("awq",),
     **dict.fromkeys(("asymmetric", "act_order", "nearest", "damping"), ("gptq",)),
-    "no_clip": ("awq",),
-}
+}  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -45,21 +46,16 @@ class QuantizeOptions:
     length: int = 512
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"unknown format {self.format!r}: choose one of {', '.join(FORMATS)}")
+        require(self.format in FORMATS, f"unknown format {self.format!r}: choose one of {', '.join(FORMATS)}")
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         for name in given & ONLY.keys():
-            if self.format not in (formats := ONLY[name]):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} belongs to --format {' or '.join(formats)}, not to {self.format}")
-        if self.nearest and (idle := given & {"act_order", "damping"}):
-            raise ValueError(f"--nearest rounds all columns alike: leave out --{min(idle).replace('_', '-')}")
-        if self.group_size not in (32, 64, 128):
-            raise ValueError(f"group_size must be 32, 64 or 128, not {self.group_size}")
-        if not 0 < self.damping <= 1:
-            raise ValueError(f"damping must be above 0 and at most 1, not {self.damping}")
-        if self.samples < 1 or self.length < 2:
-            raise ValueError("samples must be at least 1, and length at least 2")
+            flag, formats = f"--{name.replace('_', '-')}", " or ".join(ONLY[name])
+            require(self.format in ONLY[name], f"{flag} belongs to --format {formats}, not to {self.format}")
+            idle = self.nearest and name in ("act_order", "damping")
+            require(not idle, f"--nearest rounds all columns alike: leave out {flag}")
+        require(self.group_size in (32, 64, 128), f"group_size must be 32, 64 or 128, not {self.group_size}")
+        require(0 < self.damping <= 1, f"damping must be above 0 and at most 1, not {self.damping}")
+        require(self.samples >= 1 and self.length >= 2, "samples must be at least 1, and length at least 2")
 
     @property
     def is_calibrated(self) -> bool:

@@ -42,11 +42,9 @@ class Quality:
 
 def compare(pieces: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Quality:
     """Compare two models by their logits [n, T, V] for each piece (before, after, ids [n, T]) of a text."""
-    losses_before, losses_after, same = [], [], []
+    found = []  # of each token: both losses, and whether the likeliest is the same
     for before, after, ids in pieces:
-        losses_before.append(token_losses(before, ids).flatten())
-        losses_after.append(token_losses(after, ids).flatten())
-        same.append((before.argmax(-1) == after.argmax(-1))[:, :-1].flatten())
-    losses = torch.cat(losses_before)
-    agreement = float(torch.cat(same).float().mean())
-    return Quality(perplexity(losses), perplexity(torch.cat(losses_after)), agreement, len(losses))
+        same = (before.argmax(-1) == after.argmax(-1))[:, :-1]
+        found.append(torch.stack((token_losses(before, ids), token_losses(after, ids), same.float())).flatten(1))
+    losses_before, losses_after, agreement = torch.cat(found, 1)
+    return Quality(perplexity(losses_before), perplexity(losses_after), float(agreement.mean()), len(agreement))

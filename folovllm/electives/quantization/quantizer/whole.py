@@ -29,13 +29,11 @@ class WholeSequences(AttentionBackend):
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[n * length, Hq, D] -> the same shape."""
-        # [n, heads, length, D]
-        q, k, v = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (query, *self.new))
-        mask = None
-        if self.window is not None:
-            mask = create_causal_mask(self.length, self.length, q.device).triu(1 - self.window)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        q, k, v = (
+            x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (query, *self.new)
+        )  # [n, heads, length, D]
+        mask = create_causal_mask(self.length, self.length, q.device).triu(1 - (self.window or self.length))
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2).flatten(0, 1)
 
 
 def attend_within(module: nn.Module, length: int) -> None:
