@@ -18,7 +18,7 @@ from folovllm.electives.spec_decode.head_setup import check_head, make_head
 from folovllm.electives.spec_decode.measure import clock_for, measure_drafting, measure_steps
 from folovllm.electives.spec_decode.multi_step import DraftTokens, MultiStepExecutor, MultiStepRunner
 from folovllm.electives.spec_decode.ngram import NgramProposer
-from folovllm.electives.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength, FixedLength, LengthPolicy
+from folovllm.electives.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength, LengthPolicy
 from folovllm.electives.spec_decode.proposer import CompositeProposer, Proposer
 from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.electives.spec_decode.speculation import DraftRules, Speculation
@@ -125,7 +125,7 @@ class SpeculativeDecoding(Extension):
         config, setup = self._config, self.setup
         most = config.num_speculative_tokens
         if not config.adaptive or not config.methods or "TORCHELASTIC_RUN_ID" in os.environ:
-            return FixedLength(most)
+            return LengthPolicy(most)
         cost = measure_steps(executor, setup, most)
         if "draft_model" not in config.methods and config.head is None:
             return AdaptiveLength(cost, most, UNKNOWN)
