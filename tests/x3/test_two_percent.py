@@ -16,7 +16,7 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.electives.spec_decode import measure
 from folovllm.electives.spec_decode.choose import Curve, StepCost
 from folovllm.electives.spec_decode.ngram import NgramProposer
-from folovllm.electives.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength
+from folovllm.electives.spec_decode.policy import TRUSTED, AdaptiveLength
 from folovllm.electives.spec_decode.proposer import CompositeProposer, Proposer, RowState
 from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.electives.spec_decode.speculation import Speculation
@@ -129,7 +129,7 @@ class Served:
             proposer: Proposer = self.head
         else:
             proposer = CompositeProposer([Lookup(lookups[name](), self.clock) for name in method.split("+")])
-        policy = Choosing(cost, 15, TRUSTED if method == "head" else UNKNOWN)
+        policy = Choosing(cost, 15, *((TRUSTED, 400) if method == "head" else ()))
         policy.clock = self.clock
         self.speculation = Speculation(proposer, policy, self, self.clock)  # type: ignore[arg-type]
         self.scheduler = SpeculativeScheduler(speculation=self.speculation, **common)

@@ -75,22 +75,24 @@ class AdaptiveLength(LengthPolicy):
 
     `best_draft_lengths` decides from the averages and from `cost`; a decision holds for some steps. The policy adds up the
     seconds that drafts cost, less those that accepted tokens save: the loss. If no sequence gets a draft, or the loss exceeds
-    `SLACK`, there are no drafts for `BACK_OFF` times the loss (a *rest*). So drafts that do not pay take about 1% of the time,
-    even if the averages are wrong. After a rest it decides again. If that gives no drafts, one sequence gets a few, as a probe.
+    `SLACK`, there are no drafts for `back_off` times the loss (a *rest*). So with 100, drafts that do not pay take about 1% of the
+    time, even if the averages are wrong. After a rest it decides again. If that gives no drafts, one sequence gets a few, as a probe.
     """
 
     MARGIN = 1.1  # drafts must give this many times the tokens a second
     HOLD = 4  # steps that a decision holds
     PROBE = 4  # draft tokens of a probe
     PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
-    BACK_OFF = 100
     SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
     SLACK = 8  # plain steps: the loss that leads to a rest, and the most that is kept of a gain
 
-    def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
-        """`first`: `UNKNOWN` for a lookup, `TRUSTED` for a draft model or a head."""
+    def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN, back_off: int = 100) -> None:
+        """`first`: `UNKNOWN` for a lookup, `TRUSTED` for a draft model or a head.
+
+        `back_off`: a rest takes so many times as long as the loss before it.
+        """
         super().__init__(most)
-        self.cost = cost
+        self.cost, self._back_off = cost, back_off
         self._common = replace(first)  # the average of all sequences, with which a new one begins
         self._by_seq: dict[int, Acceptance] = {}  # by seq_id
         self._decided: dict[int, int] = {}  # by seq_id
@@ -113,7 +115,7 @@ class AdaptiveLength(LengthPolicy):
         has_rested, self.rest = self.rest > 0, 0
         if not has_rested and (is_over_slack or not any(lengths)):
             lengths, self._hold = [0] * len(seq_ids), 0
-            self.rest = int(np.clip(self.BACK_OFF * self._lost / plain, self.SHORTEST, self.LONGEST))
+            self.rest = int(np.clip(self._back_off * self._lost / plain, self.SHORTEST, self.LONGEST))
             self._lost = min(self._lost, 0.0)
         elif not any(lengths) or self._num_decisions % self.PROBE_EACH == 0:
             self._probe(lengths)
