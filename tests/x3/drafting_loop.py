@@ -3,15 +3,13 @@
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 from typing import Any
 
-from folovllm.apps.inspector.watcher import Watcher
 from folovllm.cache.block_manager import BlockManager
 from folovllm.electives.spec_decode.policy import LengthPolicy
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.electives.spec_decode.speculation import Speculation
+from folovllm.electives.spec_decode.speculation import DraftRules, Speculation
 from folovllm.electives.spec_decode.verify import accept
 from folovllm.engine import events as ev
 from folovllm.engine.detokenizer import IncrementalDetokenizer
@@ -19,7 +17,7 @@ from folovllm.engine.scheduler import chunk, preempt, unless_finished, will_fini
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.packed import IN_FLIGHT
-from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.schedule import SchedulerOutput
 from tests.m3.test_state_machines import assert_blocks_add_up
 from tests.sequences import EOS
 
@@ -33,58 +31,29 @@ def next_token(tokens: SequenceOf[int]) -> int:
 
 
 class Coin(Proposer):
-    """Drafts at random, and notes who came and went."""
+    """Drafts at random, and notes who is served."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.open = rng, dict[int, list[int]]()
-
-    def admit(self, state: RowState) -> None:
-        assert state.seq_id not in self.open
-        self.open[state.seq_id] = state.token_ids.tolist()
+        self.rng, self.open = rng, set[int]()
 
     def propose(self, state: RowState, k: int) -> list[int]:
-        assert self.open[state.seq_id] == state.token_ids.tolist()
+        self.open.add(state.seq_id)
         return [self.rng.randrange(2) for _ in range(self.rng.randint(0, k))]
 
-    def observe(self, seq_id: int, token_ids: SequenceOf[int]) -> None:
-        assert token_ids
-        self.open[seq_id] += token_ids
-
     def finish(self, seq_id: int) -> None:
-        del self.open[seq_id]
+        self.open.remove(seq_id)
 
 
 class AtTimes(LengthPolicy):
     """Drafts now and then."""
 
     def __init__(self, rng: random.Random, k: int) -> None:
-        self.rng, self.k, self.checked = rng, k, 0
+        super().__init__(k)
+        self.rng = rng
 
     def lengths(self, seq_ids: SequenceOf[int]) -> list[int]:
-        most = self.rng.choice((0, self.k))
+        most = self.rng.choice((0, self.most))
         return [self.rng.randint(0, most) for _ in seq_ids]
-
-    def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
-        self.checked += num_draft_tokens
-
-
-class Clock:
-    """Seconds that others let pass."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class NoGrammar:
-    """No answer has a grammar."""
-
-    def forced(self, seq: Sequence, most: int) -> list[int]:
-        return []
-
-    def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
-        return draft
 
 
 class Device:
@@ -136,23 +105,19 @@ class Device:
 
 
 class Loop:
-    """`OverlappedEngine`'s loop, with nothing but the scheduler, the cache and the device."""
+    """The loop of overlapped steps, with nothing but the scheduler, the cache and the device."""
 
     def __init__(
         self, kv: BlockManager, device: Device, rng: random.Random, k: int, budget: int,
         add_up: Callable[[Any, list[Sequence]], None] = assert_blocks_add_up,
     ) -> None:  # fmt: skip
-        self.kv, self.device, self.rng, self.add_up = kv, device, rng, add_up
-        self.proposer, self.policy = Coin(rng), AtTimes(rng, k)
+        self.kv, self.device, self.rng, self.add_up, self.proposer = kv, device, rng, add_up, Coin(rng)
         self.scheduler = SpeculativeScheduler(
             kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=unless_finished(chunk), on_full=preempt,
-            speculation=Speculation(self.proposer, self.policy, NoGrammar()),
+            speculation=Speculation(self.proposer, AtTimes(rng, k), DraftRules()),
         )  # fmt: skip
-        self.watcher = Watcher()
-        snapshot = partial(ev.Snapshot, kv.num_blocks, kv.block_size, 4, budget, 0)
-        for listener in (self.device.hear, self.watcher):
-            kv.events.subscribe(listener, snapshot(tuple(kv.block_states()), ()))
-        self.flying: tuple[SchedulerOutput, list[Sequence], list[list[int]]] | None = None
+        kv.events.subscribe(self.device.hear, ev.Snapshot(kv.num_blocks, kv.block_size, 4, budget, 0, (), ()))
+        self.in_flight: tuple[SchedulerOutput, list[Sequence], list[list[int]]] | None = None
 
     def run(self, longest: int) -> None:
         """Requests of at most `longest` tokens, in the first turns; each ends, and its text is what the model says."""
@@ -161,7 +126,7 @@ class Loop:
             if turn < 12 and rng.random() < 0.7:
                 prompt = [rng.randrange(2) for _ in range(rng.randint(1, longest // 2))]
                 seqs.append(sequence(prompt, rng.randint(1, longest - len(prompt))))
-                self.add(seqs[-1])
+                self.scheduler.add(seqs[-1])
             if rng.random() < 0.03 and seqs and not (victim := rng.choice(seqs)).status.is_finished:
                 self.scheduler.abort(victim)
             if turn >= 12 and all(seq.status.is_finished for seq in seqs):
@@ -185,23 +150,15 @@ class Loop:
         if output.scheduled_seqs:
             started = output, self.scheduler.sequences(output), self.device.run(output)
         self.collect()
-        self.flying = started
+        self.in_flight = started
         self.check()
 
-    def add(self, seq: Sequence) -> None:
-        self.kv.events.emit(ev.RequestAdded(seq.seq_id, "r", 0, seq.request.prompt_token_ids, seq.max_tokens, 0, 0.0))
-        self.scheduler.add(seq)
-
     def collect(self) -> None:
-        if self.flying is not None:
-            output, seqs, sampled = self.flying
-            self.flying = None
+        if self.in_flight is not None:
+            (_, seqs, sampled), self.in_flight = self.in_flight, None
             pairs = zip(seqs, sampled, strict=True)
             self.scheduler.postprocess([(seq, tokens) for seq, tokens in pairs if not seq.status.is_finished])
-            self.kv.events.emit(ev.StepEnded(0, 0, 0, 0, output, StepResult(sampled, {}), 0, 0))
             self.kv.events.drain()
-            for seq in self.scheduler.running:
-                assert self.watcher.sequences[seq.seq_id].num_computed_tokens == seq.num_computed_tokens
 
     def check_price(self, output: SchedulerOutput) -> None:
         """Nobody gives way to a draft, no answer waits for one, and none is beyond an answer's greatest length."""
@@ -216,11 +173,7 @@ class Loop:
 
     def check(self) -> None:
         self.add_up(self.kv, self.scheduler.running)
-        assert self.kv.events.on, "the watcher, or the device, failed"
-        assert [cell.ref_count for cell in self.watcher.cells] == [block.ref_count for block in self.kv.blocks]
-        for seq in self.scheduler.running:
-            seen = self.watcher.sequences[seq.seq_id]
-            assert (seen.block_table, seen.num_computed_tokens) == (seq.block_table, seq.num_computed_tokens)
+        assert self.kv.events.on, "the device failed"
         for block in self.kv.blocks:
             if block.hash is not None:
                 own = self.device.slots[block.block_id]
@@ -232,11 +185,9 @@ def sequence(prompt: list[int], max_tokens: int, **params: Any) -> Sequence:
     return Sequence(request, IncrementalDetokenizer(lambda ids: ""))
 
 
-def small_scheduler(
-    proposer: Proposer, policy: LengthPolicy, max_num_seqs: int = 4, **clock: Any
-) -> SpeculativeScheduler:
+def small_scheduler(proposer: Proposer, policy: LengthPolicy) -> SpeculativeScheduler:
     """A scheduler of 64 blocks of four tokens, and steps of 64 tokens."""
     return SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=max_num_seqs, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk),
-        on_full=preempt, speculation=Speculation(proposer, policy, NoGrammar(), **clock),
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk),
+        on_full=preempt, speculation=Speculation(proposer, policy, DraftRules()),
     )  # fmt: skip

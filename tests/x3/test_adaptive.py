@@ -11,7 +11,7 @@ from folovllm.config import EngineConfig
 from folovllm.electives.spec_decode import extension
 from folovllm.electives.spec_decode.choose import Curve, StepCost
 from folovllm.electives.spec_decode.measure import Timer, measure_drafting
-from folovllm.electives.spec_decode.policy import AdaptiveLength, FixedLength
+from folovllm.electives.spec_decode.policy import AdaptiveLength, LengthPolicy
 from folovllm.electives.spec_decode.proposer import CompositeProposer, RowState
 from folovllm.electives.spec_decode.suffix import SuffixProposer
 from folovllm.engine.setup import set_up
@@ -40,7 +40,7 @@ def test_each_method_writes_the_same_text() -> None:
         llm = LLM("stories-5m", **COMMON, speculative_config=config)
         assert answers(llm) == plain, method
         counts = llm.engine.scheduler.speculation
-        assert isinstance(counts.policy, AdaptiveLength if method == "ngram" else FixedLength)
+        assert isinstance(counts.policy, AdaptiveLength if method == "ngram" else LengthPolicy)
     assert counts.num_accepted > 0.4 * counts.num_draft_tokens, "a distilled draft agrees with its model"
 
 

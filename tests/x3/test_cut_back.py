@@ -7,8 +7,9 @@ from hypothesis import given, settings
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.electives.spec_decode.policy import FixedLength
+from folovllm.electives.spec_decode.policy import LengthPolicy
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
+from folovllm.step.schedule import TokenIds
 from tests.sequences import EOS, make_seq
 from tests.x3.drafting_loop import Device, Loop, small_scheduler
 
@@ -48,7 +49,7 @@ def test_right_drafts_behind_the_end_are_told_to_nobody() -> None:
         def propose(self, state: RowState, k: int) -> list[int]:
             return [1] * k
 
-    scheduler = small_scheduler(Ones(), FixedLength(3))
+    scheduler = small_scheduler(Ones(), LengthPolicy(3))
     seq = make_seq(3, max_tokens=20)
     scheduler.add(seq)
     scheduler.postprocess([(seq, [1]) for _ in scheduler.schedule().scheduled_seqs])
@@ -57,3 +58,28 @@ def test_right_drafts_behind_the_end_are_told_to_nobody() -> None:
     sampled = [1, EOS, 1, 1]
     scheduler.postprocess([(seq, sampled)])
     assert sampled == seq.output_token_ids[1:].tolist() == [1, EOS], "who hears of the step hears of these alone"
+
+
+def test_who_ends_is_remembered_and_who_is_aborted_is_not() -> None:
+    """Whether or not a draft was ever asked for."""
+    heard, asked = list[list[int]](), list[int]()
+
+    class Remembers(Proposer):
+        def propose(self, state: RowState, k: int) -> list[int]:
+            asked.append(state.seq_id)
+            return []
+
+        def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
+            heard.append(answer.tolist())
+
+    for k in 0, 3:
+        scheduler = small_scheduler(Remembers(), LengthPolicy(k))
+        seqs = [make_seq(3, max_tokens=n) for n in (3, 5, 20)]
+        for seq in seqs:
+            scheduler.add(seq)
+        for token in range(8):
+            running = scheduler.sequences(scheduler.schedule())
+            scheduler.postprocess([(seq, [token]) for seq in running])
+        scheduler.abort(seqs[2])
+        assert bool(asked) == bool(k)
+    assert heard == [[0, 1, 2], [0, 1, 2, 3, 4]] * 2

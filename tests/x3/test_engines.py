@@ -1,5 +1,6 @@
 """Drafts where an engine is short of room, is interrupted, or has two ranks."""
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
 
@@ -160,8 +161,9 @@ def test_a_proposer_knows_each_salt() -> None:
     salts: dict[int, str | None] = {}
 
     class Listening(Anything):
-        def admit(self, state: RowState) -> None:
-            salts[len(state.token_ids)] = state.cache_salt
+        def propose(self, state: RowState, k: int) -> SequenceOf[int]:
+            salts[state.num_prompt_tokens] = state.cache_salt
+            return []
 
     engine = make_engine(milestone="m3", **speculative(Listening()))
     engine.add_request("1", {"prompt_token_ids": [5, 6, 7], "cache_salt": "s"}, replace(PLAIN, max_tokens=4))

@@ -15,7 +15,7 @@ from folovllm.apps.inspector.trace import REQUESTS, Trace
 from folovllm.config import EngineConfig
 from folovllm.electives.server.aggregator import Aggregator
 from folovllm.electives.spec_decode.config import SpeculativeConfig
-from folovllm.electives.spec_decode.policy import FixedLength
+from folovllm.electives.spec_decode.policy import LengthPolicy
 from folovllm.engine.events import DraftsVerified, Event, StepBegan, StepEnded
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.inspector.test_recording import Taped, assert_replays
@@ -125,4 +125,4 @@ def test_ranks_with_schedulers_of_their_own_do_not_look_at_the_clock(monkeypatch
     """Under torchrun all must decide the same."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     served = engine("m5", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    assert type(speculation_of(served).policy) is FixedLength
+    assert type(speculation_of(served).policy) is LengthPolicy

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from folovllm.electives.spec_decode.policy import FixedLength
+from folovllm.electives.spec_decode.policy import LengthPolicy
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from folovllm.electives.spec_decode.speculation import Speculation
 from folovllm.electives.structured_output import guidance
@@ -216,7 +216,7 @@ class Forces:
         return draft if right >= len(self.tokens) else draft[:right]
 
 
-class Noting(FixedLength):
+class Noting(LengthPolicy):
     """Notes what came of drafts, and says whether certain tokens pay."""
 
     def __init__(self, k: int, pays: bool = True) -> None:

@@ -165,29 +165,24 @@ class TestMostFrequent:
 
 class TestPastAnswers:
     @settings(max_examples=40)
-    @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=12))
-    def test_memory_is_bounded_and_the_latest_are_kept(self, answers: list[list[int]]) -> None:
-        past, capacity = suffix.PastAnswers(10), 10
-        for answer in answers:
-            past.add([*answer, ANSWER_ENDS])
-        kept = [text.num_tokens for text in past.generations]
-        total = sum(len(answer) + 1 for answer in answers)
-        assert max(kept) <= capacity
-        assert sum(kept) >= min(total, capacity)
-
-    @settings(max_examples=40)
-    @given(st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.lists(st.integers(0, 5), max_size=12)), max_size=9))
-    def test_of_many_salts_the_latest_are_kept(self, answers: list[tuple[str | None, list[int]]]) -> None:
-        past, alone = suffix.AnswersBySalt(10), {salt: suffix.PastAnswers(10) for salt in (None, "a", "b")}
+    @given(
+        st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.lists(st.integers(0, 5), max_size=12)), max_size=12)
+    )
+    def test_memory_is_bounded_and_the_latest_are_kept_apart_by_salt(
+        self, answers: list[tuple[str | None, list[int]]]
+    ) -> None:
+        past, capacity, told = suffix.PastAnswers(10), 10, list[tuple[str | None, int]]()
         for salt, answer in answers:
             past.add(salt, [*answer, ANSWER_ENDS])
-            alone[salt].add([*answer, ANSWER_ENDS])
-            assert past.num_tokens == sum(kept.num_tokens for kept in past._by_salt.values()) <= 20
-            found = [text.num_tokens for text in past.generations(salt)]
-            if len({one for one, _ in answers}) == 1:
-                assert found == [text.num_tokens for text in alone[salt].generations], "as if there were no salt"
-            assert sum(found) > min(9, len(answer)), "the newest is there"
-        assert past.generations("c") == ()
+            told += [(salt, token) for token in [*answer, ANSWER_ENDS]]
+            kept = {salt: past.of(salt) for salt in (None, "a", "b")}
+            total = sum(text.num_tokens for texts in kept.values() for text in texts)
+            assert min(len(told), capacity) <= total <= 2 * capacity
+            for own, texts in kept.items():
+                newest = [token for salt, token in told[-total:] if salt == own]
+                assert sum(text.num_tokens for text in texts) == len(newest)
+                assert not newest or followed(texts[0], newest[-texts[0].num_tokens :]).length == texts[0].num_tokens
+        assert past.of("c") == ()
 
 
 class TestProposer:
@@ -197,77 +192,52 @@ class TestProposer:
     def draft(self, proposer: SuffixProposer, state: RowState, k: int) -> list[int]:
         return proposer.propose_all([state], [k])[0]
 
-    def answer(self, proposer: SuffixProposer, seq_id: int, *tokens: int, salt: str | None = None) -> None:
-        proposer.admit(self.state(seq_id, 0, 1, tokens[0], salt=salt))
-        proposer.observe(seq_id, tokens[1:])
-        proposer.finish(seq_id)
+    def answer(self, proposer: SuffixProposer, *tokens: int, salt: str | None = None) -> None:
+        proposer.remember(np.array(tokens, np.int32), salt)
 
     def test_it_drafts_from_past_answers(self) -> None:
         proposer = SuffixProposer(least=0.1)
-        self.answer(proposer, 1, 5, 6, 7, 8)
-        proposer.admit(self.state(2, 3, 4))
+        self.answer(proposer, 5, 6, 7, 8)
         assert self.draft(proposer, self.state(2, 3, 4), 4) == [], "nothing in common so far"
         assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], "another answer went on so, and ended"
 
     def test_what_ended_is_learnt_when_drafts_are_asked_for_and_little_at_a_time(self) -> None:
-        proposer = SuffixProposer()
-        for i in range(4):
-            self.answer(proposer, i, *range(100 * i, 100 * i + LEARNT_AT_ONCE // 2 - 1))
-        assert proposer._past.num_tokens == 0, "while nobody asks it costs nothing"
-        proposer.admit(self.state(9, 1, 2))
-        learnt = []
-        for _ in range(3):
-            self.draft(proposer, self.state(9, 1, 2), 4)
-            learnt.append(proposer._past.num_tokens)
-        assert learnt == [LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE]
-
-    def test_a_look_learns_too_and_a_long_answer_comes_in_parts(self) -> None:
-        proposer, answer = SuffixProposer(), [7, *range(10, 10 + 2 * LEARNT_AT_ONCE), 5]
-        self.answer(proposer, 1, *answer)
-        proposer.admit(self.state(9, 1, 2))
-        for known in (LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE, len(answer) + 1):
+        """Two answers of half as many tokens, and a long one, which comes in parts."""
+        proposer, half = SuffixProposer(), LEARNT_AT_ONCE // 2 - 1
+        long = [7, *range(10, 10 + 2 * LEARNT_AT_ONCE), 5]
+        for answer in [*range(1000, 1000 + half)], [*range(2000, 2000 + half)], long:
+            self.answer(proposer, *answer)
+        learnt = [0]
+        for _ in range(5):
             proposer.propose_all([], [])
-            assert proposer._past.num_tokens == known
+            learnt.append(sum(text.num_tokens for text in proposer._past.of(None)))
+        assert learnt == [min(LEARNT_AT_ONCE * i, LEARNT_AT_ONCE + len(long) + 1) for i in range(6)]
         at = LEARNT_AT_ONCE - 3
-        assert self.draft(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
-        assert self.draft(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], "it ends where the answer did"
+        assert self.draft(proposer, self.state(9, 1, 2, *long[:at]), 8) == long[at : at + 8], "as if learnt at once"
+        assert self.draft(proposer, self.state(9, 1, 2, *long[:-2]), 8) == long[-2:], "it ends where the answer did"
 
-    @pytest.mark.parametrize("was_asked", [True, False])
-    def test_answers_of_another_salt_are_not_seen(self, was_asked: bool) -> None:
+    def test_answers_of_another_salt_are_not_seen(self) -> None:
         proposer = SuffixProposer(least=0.1)
-        if was_asked:
-            self.answer(proposer, 1, 5, 6, 7, 8, salt="a")
-        else:
-            proposer.remember(np.array([5, 6, 7, 8], np.int32), "a")
+        self.answer(proposer, 5, 6, 7, 8, salt="a")
         for seq_id, (salt, found) in enumerate([("b", []), (None, []), ("a", [7, 8])], 2):
-            state = self.state(seq_id, 3, 4, 5, 6, salt=salt)
-            proposer.admit(state)
-            assert self.draft(proposer, state, 4) == found, f"salt {salt}"
-        self.answer(proposer, 9, 5, 6, 9, 9, salt="b")
+            assert self.draft(proposer, self.state(seq_id, 3, 4, 5, 6, salt=salt), 4) == found, f"salt {salt}"
+        self.answer(proposer, 5, 6, 9, 9, salt="b")
         assert self.draft(proposer, self.state(2, 3, 4, 5, 6, salt="b"), 2) == [9, 9], "what ended meanwhile"
 
     def test_a_place_survives_a_new_generation(self) -> None:
         proposer = SuffixProposer(capacity=5, least=0.1)
-        proposer.admit(self.state(2, 3, 4))
         assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 2) == []
-        for seq_id in (10, 11):
-            self.answer(proposer, seq_id, 5, 6, 7, 8)
+        for _ in range(2):
+            self.answer(proposer, 5, 6, 7, 8)
         assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 2) == [7, 8]
 
     def test_the_longer_match_wins(self) -> None:
         proposer = SuffixProposer(least=0.1)
-        self.answer(proposer, 1, 4, 5, 6, 7)
-        proposer.admit(self.state(2, 0, 1))
+        self.answer(proposer, 4, 5, 6, 7)
         own = self.state(2, 0, 1, 6, 9, 4, 5, 6)
         assert self.draft(proposer, own, 1) == [7], "a past answer knows what followed 4 5 6, its own only 6"
-
-    def test_a_sequence_that_ended_leaves_its_answer_alone(self) -> None:
-        proposer = SuffixProposer()
-        self.answer(proposer, 1, 4, 5)
-        proposer.admit(self.state(2, 0, 1))
-        self.draft(proposer, self.state(2, 0, 1), 1)
         proposer.finish(2)
-        assert not proposer._texts and not proposer._answers
+        assert not proposer._texts, "a sequence that ended leaves its answer alone"
 
 
 def test_an_engine_finds_past_answers_of_the_same_salt_alone() -> None:

@@ -18,7 +18,7 @@ from folovllm.electives.spec_decode.head_setup import check_head, make_head
 from folovllm.electives.spec_decode.measure import clock_for, measure_drafting, measure_steps
 from folovllm.electives.spec_decode.multi_step import DraftTokens, MultiStepExecutor, MultiStepRunner
 from folovllm.electives.spec_decode.ngram import NgramProposer
-from folovllm.electives.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength, FixedLength, LengthPolicy
+from folovllm.electives.spec_decode.policy import TRUSTED, AdaptiveLength, LengthPolicy
 from folovllm.electives.spec_decode.proposer import CompositeProposer, Proposer
 from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.electives.spec_decode.speculation import DraftRules, Speculation
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from folovllm.executor.abstract import Executor
     from folovllm.layers.layer_set import LayerSet
     from folovllm.worker.model_runner import ModelRunner
+
+BACK_OFF = 400  # of a draft model or a head, which take device time in plain steps, too: `AdaptiveLength`
 
 
 class SpeculativeDecoding(Extension):
@@ -125,13 +127,13 @@ class SpeculativeDecoding(Extension):
         config, setup = self._config, self.setup
         most = config.num_speculative_tokens
         if not config.adaptive or not config.methods or "TORCHELASTIC_RUN_ID" in os.environ:
-            return FixedLength(most)
+            return LengthPolicy(most)
         cost = measure_steps(executor, setup, most)
         if "draft_model" not in config.methods and config.head is None:
-            return AdaptiveLength(cost, most, UNKNOWN)
+            return AdaptiveLength(cost, most)
         assert self._proposer is not None
         measure_drafting(executor, setup, self._proposer, most, cost)
-        return AdaptiveLength(cost, most, TRUSTED)
+        return AdaptiveLength(cost, most, TRUSTED, BACK_OFF)
 
     def close(self) -> None:
         """Close the proposer, and a draft model with it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -19,23 +20,25 @@ ROUNDS = 3
 TIME_LIMIT = 0.4  # seconds for the curve: a slow machine gets fewer points of it
 GPU_IDLE = 1.5e-4  # seconds that a GPU waits after a step with drafts, until the host has scheduled the next one
 MAX_TOKENS = 512  # of a timed step: the curve goes straight on from there
+GREEDY = SamplingSpec(temperature=0)
 
 
 def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost:
     """Return the measured cost of steps of 1, 2, 4, ... tokens, of few sequences with up to `most` draft tokens each.
 
-    The sequences are made up and share their blocks; no request uses what they leave in the cache. The host waits for each timed
-    step. The curve is without that wait, which is measured with steps of one token.
+    The host waits for each timed step. The curve is without that wait, which is measured with steps of one token.
     """
-    most = min(most, setup.max_model_len - 2)
-    widest = min(
-        setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), max_samples(setup.max_num_seqs), MAX_TOKENS
-    )
-    widths = [1 << i for i in range(widest.bit_length())]
-    steps = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
     timer = Timer(executor, setup, most)
-    seconds = timer.curve([lengths for lengths in steps if len(lengths) <= setup.max_num_seqs])
-    wait = max(0.0, seconds[0] - timer.seconds([1], timer.overlapped))
+    longest, most_seqs = timer.most + 1, setup.max_num_seqs
+    widest = min(setup.max_num_batched_tokens, most_seqs * longest, max_samples(most_seqs), MAX_TOKENS)
+    widths, seconds, end = [1 << i for i in range(widest.bit_length())], list[float](), timer.clock() + TIME_LIMIT
+    for n in widths:
+        lengths = [longest] * (n // longest) + [n % longest] * (n % longest > 0)
+        if len(lengths) > most_seqs or (len(seconds) >= 2 and timer.clock() > end):
+            break
+        step = timer.step(lengths)
+        seconds.append(max([timer.fastest(partial(executor.execute_model, step)), *seconds[-1:]]))  # never cheaper
+    wait = max(0.0, seconds[0] - timer.fastest(partial(timer.overlap, timer.step([1]))) / ROUNDS)
     idle = 0.0 if setup.device.type == "cpu" else GPU_IDLE
     return StepCost(Curve(widths[: len(seconds)], [each - wait for each in seconds]), wait + idle)
 
@@ -45,10 +48,10 @@ def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer,
 
     A step may begin before the host knows its draft tokens. So both are timed together, and the step's own cost is subtracted.
     """
-    most = max(1, min(most, setup.max_model_len - 2))
-    time_of = Timer(executor, setup, most)
-    one, every = (max(0.0, time_of.drafting(proposer, k) - cost.of_verifying(1 + k)) for k in (1, most))
-    cost.per_draft_token = max(0.0, every - one) / max(1, most - 1)
+    timer = Timer(executor, setup, most)
+    ks = 1, max(1, timer.most)
+    one, every = (max(0.0, timer.drafting(proposer, k) - cost.of_verifying(1 + k)) for k in ks)
+    cost.per_draft_token = max(0.0, every - one) / max(1, timer.most - 1)
     cost.first_draft_token = one - cost.per_draft_token
 
 
@@ -59,75 +62,56 @@ def clock_for(setup: EngineSetup) -> Callable[[], float]:
 
 
 class Timer:
-    """Times made-up steps."""
+    """Times made-up steps. Their sequences share their blocks, and no request uses what they leave in the cache."""
 
     def __init__(self, executor: Executor, setup: EngineSetup, most: int) -> None:
-        self._executor = executor
-        self._clock, self._vocab_size = clock_for(setup), setup.vocab_size
+        """`most`: draft tokens of a sequence. `self.most` is less if the context has no room for so many."""
+        self.clock, self.most = clock_for(setup), min(most, setup.max_model_len - 2)
+        self._executor, self._vocab_size = executor, setup.vocab_size
         room = min(setup.max_model_len - 1, executor.num_kv_blocks * setup.block_size)
-        self._start = max(0, min(CONTEXT, room - most - 1))
-        self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
+        self._start = max(0, min(CONTEXT, room - self.most - 1))
+        self._blocks = tuple(range(-(-(self._start + self.most + 1) // setup.block_size)))
 
-    def curve(self, steps: list[list[int]]) -> list[float]:
-        """Return the seconds of `steps`, each a list of its sequences' tokens: of the first two, and of more within `TIME_LIMIT`."""
-        end = self._clock() + TIME_LIMIT
-        found: list[float] = []
-        for lengths in steps:
-            if len(found) >= 2 and self._clock() > end:
-                break
-            found.append(max([self.seconds(lengths, self.waited), *found[-1:]]))  # more tokens are never cheaper
-        return found
-
-    def seconds(self, lengths: list[int], seconds_of: Callable[[SchedulerOutput], float]) -> float:
-        """Return the fastest of `ROUNDS` rounds by `seconds_of`. The round before them is not timed, since it allocates memory."""
-        self._executor.execute_model(
-            SchedulerOutput(tuple(self._scheduled_seqs([1] * len(lengths), SamplingSpec(temperature=0))))
-        )
-        output = SchedulerOutput(tuple(self._scheduled_seqs(lengths, None)))
-        self._executor.execute_model(output)
-        return min(seconds_of(output) for _ in range(ROUNDS))
-
-    def drafting(self, proposer: Proposer, k: int) -> float:
-        """Return the seconds to draft `k` tokens and verify them: the fastest of `ROUNDS` rounds, after one that is not timed."""
-        text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
-        state = RowState(-1, text, len(text), SamplingSpec(temperature=0))
-        self._executor.execute_model(SchedulerOutput(tuple(self._scheduled_seqs([1], state.sampling))))
-        proposer.admit(state)
-
-        def seconds() -> float:
-            start = self._clock()
-            tokens = np.array([0, *proposer.propose_all([state], [k])[0]], np.int32)
-            scheduled = ScheduledSequence(
-                -1, 0, self._start, self._start + len(tokens), tokens, (), len(self._blocks), len(tokens), None
-            )
-            self._executor.execute_model(SchedulerOutput((scheduled,)))
-            return self._clock() - start
-
-        found = [seconds() for _ in range(1 + ROUNDS)]
-        proposer.finish(state.seq_id)
+    def fastest(self, work: Callable[[], object]) -> float:
+        """Return the seconds of the fastest of `ROUNDS` rounds of `work`, after one that is not timed, since it allocates memory."""
+        found = []
+        for _ in range(1 + ROUNDS):
+            start = self.clock()
+            work()
+            found.append(self.clock() - start)
         return min(found[1:])
 
-    def waited(self, output: SchedulerOutput) -> float:
-        """Return the seconds of a step that the host waits for."""
-        start = self._clock()
-        self._executor.execute_model(output)
-        return self._clock() - start
+    def step(self, lengths: list[int]) -> SchedulerOutput:
+        """Return a step that computes so many tokens of each sequence and samples after each; the devices know the rows."""
+        new = [self._scheduled(row, np.zeros(1, np.int32), is_new=True) for row in range(len(lengths))]
+        self._executor.execute_model(SchedulerOutput(tuple(new)))
+        return SchedulerOutput(tuple(self._scheduled(row, np.zeros(n, np.int32)) for row, n in enumerate(lengths)))
 
-    def overlapped(self, output: SchedulerOutput) -> float:
-        """Return the seconds of a step when each is submitted before the host has the tokens of the one before."""
-        start = self._clock()
-        before = self._executor.submit(output)
-        for _ in range(ROUNDS):
-            after = self._executor.submit(output)
+    def overlap(self, step: SchedulerOutput) -> None:
+        """Run a step `ROUNDS` times, and submit each before the host has the tokens of the one before."""
+        before = self._executor.submit(step)
+        for _ in range(ROUNDS - 1):
+            after = self._executor.submit(step)
             before.wait()
             before = after
         before.wait()
-        return (self._clock() - start) / (1 + ROUNDS)
 
-    def _scheduled_seqs(self, lengths: list[int], sampling: SamplingSpec | None) -> Iterator[ScheduledSequence]:
-        """Yield a sequence for each of `lengths`, its new tokens, each of which is sampled after. `sampling`: of new sequences."""
-        blocks, first = ((), len(self._blocks)) if sampling is None else (self._blocks, 0)
-        for row, n in enumerate(lengths):
-            yield ScheduledSequence(
-                -1 - row, row, self._start, self._start + n, np.zeros(n, np.int32), blocks, first, n, sampling
-            )
+    def drafting(self, proposer: Proposer, k: int) -> float:
+        """Return the seconds to draft `k` tokens and verify them."""
+        text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
+        state = RowState(-1, text, len(text), GREEDY)
+
+        def draft_and_verify() -> None:
+            tokens = np.array([0, *proposer.propose_all([state], [k])[0]], np.int32)
+            self._executor.execute_model(SchedulerOutput((self._scheduled(0, tokens),)))
+
+        self.step([1])
+        seconds = self.fastest(draft_and_verify)
+        proposer.finish(state.seq_id)
+        return seconds
+
+    def _scheduled(self, row: int, tokens: np.ndarray, is_new: bool = False) -> ScheduledSequence:
+        """Return a sequence with these new tokens, behind those that it has."""
+        blocks, first = (self._blocks, 0) if is_new else ((), len(self._blocks))
+        n, spec = len(tokens), GREEDY if is_new else None
+        return ScheduledSequence(-1 - row, row, self._start, self._start + n, tokens, blocks, first, n, spec)

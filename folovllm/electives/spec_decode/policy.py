@@ -1,8 +1,7 @@
-"""Decides how many tokens to draft for each sequence: by average acceptance, measured costs, and a back-off."""
+"""Decides how many tokens to draft for each sequence: by average acceptance, a curve of cost, and a back-off."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,24 +9,28 @@ import numpy as np
 
 from folovllm.electives.spec_decode.choose import StepCost, best_draft_lengths
 
+KEEP = 0.9  # weight of an average as it was, beside a new observation
 
-class LengthPolicy(ABC):
-    """Decides how many tokens to draft, and is told what came of the drafts. A subclass needs `lengths` alone.
+
+class LengthPolicy:
+    """Drafts `most` tokens for each sequence, in every step. A subclass decides otherwise, and is told what came of the drafts.
 
     Attributes:
         most: the most draft tokens for a sequence in a step.
         rest: after `lengths` returned 0 for all, the number of steps for which it need not be called.
     """
 
-    most = 64
     rest = 0
 
-    @abstractmethod
+    def __init__(self, most: int) -> None:
+        self.most = most
+
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         """Return how many tokens to draft for each sequence of the coming step.
 
         The engine may draft fewer, where the text or the step's budget has no room.
         """
+        return [self.most] * len(seq_ids)
 
     def pays(self, num_seqs: int, num_tokens: int) -> bool:
         """Return whether a step of `num_seqs` sequences should verify `num_tokens` more, which grammars force (jump-forward)."""
@@ -39,143 +42,91 @@ class LengthPolicy(ABC):
     def observe_drafting(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
         """Record the proposer's seconds for a step of `num_seqs` sequences, each with a draft of at most `longest` tokens."""
 
-    def observe_steps(self, num_seqs: int, seconds: float, has_drafts: bool) -> None:
-        """Record the seconds of a step of `num_seqs` sequences: a step with drafts, or the average of several without.
-
-        Called after `observe` for all drafts of the step. Steps that also compute prompts are left out.
-        """
-
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence that has ended."""
 
 
-class FixedLength(LengthPolicy):
-    """The same number for all sequences, in each step."""
-
-    def __init__(self, k: int) -> None:
-        self.most = k
-
-    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
-        return [self.most] * len(seq_ids)
-
-
 @dataclass
 class Acceptance:
-    """Running averages of what came of drafts. Old observations fade, so that they follow the text."""
+    """Averages of what came of drafts. Old observations fade, so that they follow the text.
 
-    drafts: float  # steps in which the proposer had a draft
-    misses: float  # steps in which it was asked and had none
-    accepted: float  # draft tokens that were accepted
-    rejected: float  # draft tokens that were the first to be rejected in a step
+    Attributes:
+        hit: the chance that the proposer has a draft.
+        rate: the chance that a draft token is accepted if those before it were.
+    """
 
-    @property
-    def hit(self) -> float:
-        """Return the chance that the proposer has a draft."""
-        return self.drafts / (self.drafts + self.misses)
+    hit: float
+    rate: float
 
-    @property
-    def rate(self) -> float:
-        """Return the chance that a draft token is accepted if those before it were."""
-        return self.accepted / (self.accepted + self.rejected)
-
-    def update(self, num_draft_tokens: int, num_accepted: int, keep: float) -> None:
-        """Add a step. The weight of each earlier step is multiplied by `keep`."""
-        self.drafts = keep * self.drafts + (num_draft_tokens > 0)
-        self.misses = keep * self.misses + (num_draft_tokens == 0)
-        if num_draft_tokens:
-            self.accepted = keep * self.accepted + num_accepted
-            self.rejected = keep * self.rejected + (num_accepted < num_draft_tokens)
-
-    def of_new(self, weight: float) -> Acceptance:
-        """Return the same averages with the weight of `weight` steps: where a new sequence begins."""
-        hit, rate = self.hit, self.rate
-        return Acceptance(weight * hit, weight * (1 - hit), weight * rate, weight * (1 - rate))
+    def update(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Add a step: one observation of `hit`, and one of `rate` for each accepted token and for the first rejected one."""
+        self.hit = KEEP * self.hit + (1 - KEEP) * (num_draft_tokens > 0)
+        self.rate = 1 - KEEP**num_accepted * (1 - self.rate)
+        if num_accepted < num_draft_tokens:
+            self.rate *= KEEP
 
 
-UNKNOWN = Acceptance(0.0, 1.0, 0.5, 0.5)  # where a lookup begins
-TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # where a draft model or a head begins
+UNKNOWN = Acceptance(0.0, 0.5)  # where a lookup begins
+TRUSTED = Acceptance(1.0, 0.95)  # where a draft model or a head begins
 
 
 class AdaptiveLength(LengthPolicy):
     """Drafts as many tokens as pay, for each sequence; where drafts have cost time it backs off.
 
-    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. The policy adds up
-    the seconds that drafts cost, less those that accepted tokens save: the loss. If no sequence gets a draft, or the loss exceeds
-    `SLACK`, there are no drafts for `BACK_OFF` times the loss (a *rest*). So drafts that do not pay take about 1% of the time,
-    even if the averages are wrong. After a rest it decides again. If that gives no drafts, one sequence gets a few, as a probe.
-    If probes of a draft model or a head lose time again and again, each rest is twice as long as the last, up to
-    `MAX_DOUBLINGS` times.
-
-    Plain steps are timed in rests, and accepted tokens save plain steps. So a short rest comes before the first drafts of each
-    size of batch, and again after `TIMED_EACH` decisions.
+    `best_draft_lengths` decides from the averages and from `cost`; a decision holds for some steps. The policy adds up the
+    seconds that drafts cost, less those that accepted tokens save: the loss. If no sequence gets a draft, or the loss exceeds
+    `SLACK`, there are no drafts for `back_off` times the loss (a *rest*). So with 100, drafts that do not pay take about 1% of the
+    time, even if the averages are wrong. After a rest it decides again. If that gives no drafts, one sequence gets a few, as a probe.
     """
 
-    KEEP = 0.9  # decay of an observation in a step
-    OF_NEW = 2.0  # weight of the average of all, in steps, where a sequence begins
     MARGIN = 1.1  # drafts must give this many times the tokens a second
     HOLD = 4  # steps that a decision holds
     PROBE = 4  # draft tokens of a probe
     PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
-    TIMED_EACH = 128  # decisions until plain steps are timed again
-    BACK_OFF = 100
-    MAX_DOUBLINGS = 3
-    OUTLIER = 8  # times the expected seconds: the rest of a longer step had another cause
     SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
     SLACK = 8  # plain steps: the loss that leads to a rest, and the most that is kept of a gain
 
-    def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
-        """`most`: draft tokens for a sequence in a step. `first`: `UNKNOWN` for a lookup, `TRUSTED` for a draft model or a head."""
-        self.cost, self.most, self.rest = cost, most, 0
-        self._is_lookup = first is UNKNOWN  # its time is averaged; that of a draft model or a head was measured
-        self._common = replace(first)
+    def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN, back_off: int = 100) -> None:
+        """`first`: `UNKNOWN` for a lookup, `TRUSTED` for a draft model or a head.
+
+        `back_off`: a rest takes so many times as long as the loss before it.
+        """
+        super().__init__(most)
+        self.cost, self._back_off = cost, back_off
+        self._common = replace(first)  # the average of all sequences, with which a new one begins
         self._by_seq: dict[int, Acceptance] = {}  # by seq_id
         self._decided: dict[int, int] = {}  # by seq_id
         self._hold = 0  # steps that the decision still holds
+        self._num_decisions = 0
         self._lost = 0.0  # seconds; negative: a gain
         self._saved_by_token = 0.0  # seconds that an accepted token of the coming step saves
-        self._expected = 0.0  # seconds of the coming step, if it has drafts
-        self._plain_factor: dict[int, float] = {}  # seconds of plain steps over the curve's, by `num_seqs.bit_length()`
-        self._timed_until: dict[int, int] = {}  # the decision after which plain steps are timed again, likewise
-        self._num_decisions = 0
-        self._failed_rests = 0  # in a row: rests after a loss; always 0 for a lookup
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         """Return the lengths of the last decision while it holds, else decide anew."""
         self._hold -= 1
-        is_over_slack = self._lost > self.SLACK * self._plain(len(seq_ids))
+        plain = self.cost.of_plain(len(seq_ids))
+        is_over_slack = self._lost > self.SLACK * plain
         if self._hold >= 0 and not is_over_slack and self._decided.keys() >= set(seq_ids):
             return [self._decided[seq_id] for seq_id in seq_ids]
-        hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
+        averages = [self._by_seq.get(seq_id, self._common) for seq_id in seq_ids]
+        hits, rates = np.array([(own.hit, own.rate) for own in averages]).T
         lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
-        self._hold, self._num_decisions, has_rested = self.HOLD - 1, self._num_decisions + 1, self.rest > 0
-        is_untimed = self._num_decisions > self._timed_until.get(len(seq_ids).bit_length(), 0)
-        if not has_rested and (is_over_slack or is_untimed or not any(lengths)):
-            lengths = [0] * len(seq_ids)
-            self._rest(len(seq_ids))
-        else:
-            self.rest = 0
-            if not any(lengths) or self._num_decisions % self.PROBE_EACH == 0:
-                self._probe(lengths)
+        self._hold, self._num_decisions = self.HOLD - 1, self._num_decisions + 1
+        has_rested, self.rest = self.rest > 0, 0
+        if not has_rested and (is_over_slack or not any(lengths)):
+            lengths, self._hold = [0] * len(seq_ids), 0
+            self.rest = int(np.clip(self._back_off * self._lost / plain, self.SHORTEST, self.LONGEST))
+            self._lost = min(self._lost, 0.0)
+        elif not any(lengths) or self._num_decisions % self.PROBE_EACH == 0:
+            self._probe(lengths)
         self._decided = dict(zip(seq_ids, lengths, strict=True))
         return lengths
-
-    def _rest(self, num_seqs: int) -> None:
-        """Set the length of the rest that begins, by the loss."""
-        self._timed_until[num_seqs.bit_length()] = self._num_decisions + self.TIMED_EACH
-        steps, self._hold = self.BACK_OFF * self._lost / self._plain(num_seqs), 0
-        steps *= 1 << min(self._failed_rests, self.MAX_DOUBLINGS)
-        self._failed_rests = self._failed_rests + 1 if self._lost > 0 and not self._is_lookup else 0
-        self.rest, self._lost = int(max(self.SHORTEST, min(steps, self.LONGEST))), min(self._lost, 0.0)
 
     def _probe(self, lengths: list[int]) -> None:
         """Give a few tokens to one sequence that has none in `lengths`, each time another. The decision holds for one step."""
         if idle := [i for i, length in enumerate(lengths) if not length]:
             lengths[idle[self._num_decisions % len(idle)]] = min(self.PROBE, self.most)
             self._hold = 0
-
-    def acceptance(self, seq_id: int) -> Acceptance:
-        """Return the averages of a sequence; for a new one those of all sequences."""
-        return self._by_seq.get(seq_id, self._common)
 
     def pays(self, num_seqs: int, num_tokens: int) -> bool:
         """Return whether the step then costs less a token. All these tokens are accepted, so only costs are compared."""
@@ -184,33 +135,18 @@ class AdaptiveLength(LengthPolicy):
 
     def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
         """Update the averages of the sequence and of all, and subtract from the loss what accepted tokens save."""
-        own = self._by_seq.setdefault(seq_id, self._common.of_new(self.OF_NEW))
-        for acceptance in (own, self._common):
-            acceptance.update(num_draft_tokens, num_accepted, self.KEEP)
+        own = self._by_seq.setdefault(seq_id, replace(self._common))
+        for average in (own, self._common):
+            average.update(num_draft_tokens, num_accepted)
         self._lost -= self._saved_by_token * num_accepted
 
     def observe_drafting(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
-        """Add to the loss what the step should take more than a plain one. A gain counts `SLACK` plain steps at most."""
-        plain = self._plain(num_seqs)
-        if self._is_lookup:  # capped, since the first lookup in a long text takes longer than later ones
-            self.cost.first_draft_token += 0.1 * (min(seconds, plain) - self.cost.first_draft_token)
-        else:
-            seconds = max(seconds, self.cost.of_drafting(longest))
-        verifying = self.cost.of_verifying(num_seqs + num_draft_tokens) - self.cost.of_plain(num_seqs)
-        more = seconds + (verifying if num_draft_tokens else 0.0)
-        self._lost = max(self._lost, -self.SLACK * plain) + more
-        self._saved_by_token, self._expected = plain / num_seqs, plain + more
-
-    def observe_steps(self, num_seqs: int, seconds: float, has_drafts: bool) -> None:
-        """Correct the loss by what a step with drafts really took, the host's work included; or note what plain steps take."""
-        if has_drafts:
-            self._lost += min(seconds, self.OUTLIER * self._expected) - self._expected
-        else:
-            self._plain_factor[num_seqs.bit_length()] = seconds / self.cost.of_plain(num_seqs)
-
-    def _plain(self, num_seqs: int) -> float:
-        """Return the seconds of a plain step: the curve's, corrected by timed steps."""
-        return self.cost.of_plain(num_seqs) * self._plain_factor.get(num_seqs.bit_length(), 1.0)
+        """Add to the loss what the step takes more than a plain one. A gain counts `SLACK` plain steps at most."""
+        plain = self.cost.of_plain(num_seqs)
+        verifying = self.cost.of_verifying(num_seqs + num_draft_tokens) - plain if num_draft_tokens else 0.0
+        drafting = max(seconds, self.cost.of_drafting(longest))  # on a device, the host does not see it all
+        self._lost = max(self._lost, -self.SLACK * plain) + drafting + verifying
+        self._saved_by_token = plain / num_seqs
 
     def forget(self, seq_id: int) -> None:
         self._by_seq.pop(seq_id, None)

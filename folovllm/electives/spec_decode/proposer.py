@@ -27,8 +27,7 @@ class RowState(NamedTuple):
 class Proposer(ABC):
     """Proposes draft tokens. A rejected draft token costs time and never changes a text.
 
-    The engine calls, for each sequence: `admit` once, before its first draft; then `propose_all` and `observe`, in any order;
-    `finish` once, however it ended. While no drafts are asked for, `observe` comes late, with many tokens at once. A preempted
+    The engine calls `propose_all` with each sequence that shall get a draft, and `finish` once if it was ever asked about. A preempted
     sequence keeps its seq_id. A proposer may drop what it holds for a sequence at any time, since a `RowState` has all tokens.
 
     A proposer without state needs `propose` alone.
@@ -46,17 +45,11 @@ class Proposer(ABC):
         """Replace the placeholder ids in a draft of the last `propose_all` (`DraftTokens`). Waits for their tokens."""
         return list(draft)
 
-    def admit(self, state: RowState) -> None:
-        """Note a new sequence; its prompt is computed."""
-
-    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """Note tokens of a sequence that were sampled, one or several, drafted or not."""
-
     def finish(self, seq_id: int) -> None:
-        """Drop what is kept for a sequence that was admitted and has ended."""
+        """Drop what is kept for a sequence that has ended, however it ended."""
 
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
-        """Note the answer of a sequence that ended by itself and was never admitted: no draft was asked for."""
+        """Note the answer of a sequence that ended by itself, whether or not a draft was ever asked for."""
 
     def bind(self, executor: Executor, row_of: Callable[[int], int]) -> None:
         """Note the executor of the model that verifies, and what gives a running sequence's row, by its seq_id."""
@@ -92,14 +85,6 @@ class CompositeProposer(Proposer):
         for proposer in self._proposers:
             draft = proposer.resolve(draft)
         return list(draft)
-
-    def admit(self, state: RowState) -> None:
-        for proposer in self._proposers:
-            proposer.admit(state)
-
-    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        for proposer in self._proposers:
-            proposer.observe(seq_id, token_ids)
 
     def finish(self, seq_id: int) -> None:
         for proposer in self._proposers:

@@ -5,9 +5,8 @@ After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from folovllm.electives.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
@@ -54,62 +53,36 @@ def most_frequent(text: SuffixAutomaton, place: Place, k: int, least: float) -> 
 
 
 class PastAnswers:
-    """The latest answers in two generations: when the younger one is full, the older one is forgotten.
+    """The latest answers, each under its cache salt, in two generations: when the younger is full, the older one is forgotten.
 
-    So at most `2 * capacity` tokens are kept, and always the last `capacity`, or all there were.
+    So at most `2 * capacity` tokens are kept, and always the last `capacity`, or all there were. A request sees the answers of its
+    own salt alone, so its speed tells nothing of other salts' answers.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self.generations: Generations = (SuffixAutomaton(), SuffixAutomaton())  # younger, older
-
-    @property
-    def num_tokens(self) -> int:
-        """Return how many tokens are kept."""
-        return sum(text.num_tokens for text in self.generations)
-
-    def add(self, answer: Iterable[int]) -> None:
-        """Remember a part of an answer; `ANSWER_ENDS` stands behind the last."""
-        for token in answer:
-            if self.generations[0].num_tokens == self._capacity:
-                self.generations = SuffixAutomaton(), self.generations[0]
-            self.generations[0].append(token)
-
-
-class AnswersBySalt:
-    """Past answers by cache salt. A request sees those of its own salt alone, so its speed tells nothing of other salts' answers.
-
-    There are at most `2 * capacity` tokens in all. Beyond that, the salts whose last answer is longest ago are forgotten.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._by_salt: dict[str | None, PastAnswers] = {}  # the one with the newest answer comes last
-        self.num_tokens = 0
+        self._younger, self._older = (defaultdict[str | None, SuffixAutomaton](SuffixAutomaton) for _ in range(2))
+        self._num_younger = 0  # tokens in the younger generation
 
     def add(self, salt: str | None, answer: Iterable[int]) -> None:
-        """Remember a part of an answer (`PastAnswers.add`)."""
-        past = self._by_salt.pop(salt, None) or PastAnswers(self._capacity)
-        self._by_salt[salt] = past
-        self.num_tokens -= past.num_tokens
-        past.add(answer)
-        self.num_tokens += past.num_tokens
-        while self.num_tokens > 2 * self._capacity:
-            self.num_tokens -= self._by_salt.pop(next(iter(self._by_salt))).num_tokens
+        """Remember a part of an answer; `ANSWER_ENDS` stands behind the last."""
+        for token in answer:
+            if self._num_younger == self._capacity:
+                self._older, self._younger = self._younger, defaultdict(SuffixAutomaton)
+                self._num_younger = 0
+            self._younger[salt].append(token)
+            self._num_younger += 1
 
-    def generations(self, salt: str | None) -> Generations:
+    def of(self, salt: str | None) -> Generations:
         """Return what is kept under a salt, the younger generation first."""
-        past = self._by_salt.get(salt)
-        return past.generations if past else ()
+        return tuple(generation[salt] for generation in (self._younger, self._older) if salt in generation)
 
 
 class Memory:
     """What is kept for one running sequence: its own text, and where it stands in past answers."""
 
-    def __init__(self, past: Callable[[], Generations]) -> None:
-        """`past` gives the generations of past answers that it may look at."""
+    def __init__(self) -> None:
         self.own = SuffixAutomaton()
-        self._past = past
         self._recent: list[int] = []
         self._generations: Generations = ()
         self._places: list[Place] = []
@@ -121,13 +94,12 @@ class Memory:
         self._recent = (self._recent + token_ids)[-RECENT:]
         self._follow(token_ids)
 
-    def propose(self, k: int, least: float) -> SuffixDraft:
+    def propose(self, generations: Generations, k: int, least: float) -> SuffixDraft:
         """Return the draft with the best score: from the text itself, or from a generation of past answers."""
-        if self._generations != (generations := self._past()):
-            self._generations = generations
-            self._places = [NOWHERE] * len(self._generations)
+        if self._generations != generations:
+            self._generations, self._places = generations, [NOWHERE] * len(generations)
             self._follow(self._recent)
-        texts = [(self.own, self.own.longest_repeat()), *zip(self._generations, self._places, strict=True)]
+        texts = [(self.own, self.own.longest_repeat()), *zip(generations, self._places, strict=True)]
         return max((most_frequent(*text, k, least) for text in texts), key=lambda draft: draft.score)
 
     def _follow(self, token_ids: list[int]) -> None:
@@ -148,34 +120,25 @@ class SuffixProposer(Proposer):
 
         `least`: a draft ends before a token whose chance is smaller.
         """
-        self._past, self._least = AnswersBySalt(capacity), least
-        # Answers, or the list of what is left of one, not yet in `_past`, with their salts.
-        self._ended: deque[tuple[str | None, TokenIds | list[int]]] = deque(maxlen=64)
+        self._past, self._least = PastAnswers(capacity), least
+        # Answers, or what is left of one, that are not yet in `_past`, with their salts.
+        self._ended: deque[tuple[str | None, TokenIds]] = deque(maxlen=64)
         self._texts: dict[int, Memory] = {}
-        self._answers: dict[int, tuple[str | None, list[int]]] = {}  # of running sequences, with their salts
-
-    def admit(self, state: RowState) -> None:
-        self._answers[state.seq_id] = state.cache_salt, state.token_ids[state.num_prompt_tokens :].tolist()
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """Return as many tokens as are likely enough."""
         if state.seq_id not in self._texts:
-            self._texts[state.seq_id] = Memory(partial(self._past.generations, state.cache_salt))
+            self._texts[state.seq_id] = Memory()
         text = self._texts[state.seq_id]
         text.extend(state.token_ids[text.own.num_tokens :].tolist())
-        return text.propose(k, self._least).token_ids
+        return text.propose(self._past.of(state.cache_salt), k, self._least).token_ids
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         self._learn()
         return super().propose_all(states, ks)
 
-    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        self._answers[seq_id][1].extend(token_ids)
-
     def finish(self, seq_id: int) -> None:
         self._texts.pop(seq_id, None)
-        salt, answer = self._answers.pop(seq_id)
-        self._ended.append((salt, [*answer, ANSWER_ENDS]))
 
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
         self._ended.append((cache_salt, answer))
@@ -183,10 +146,11 @@ class SuffixProposer(Proposer):
     def _learn(self) -> None:
         """Remember answers that ended, the oldest first, `LEARNT_AT_ONCE` tokens of them."""
         left = LEARNT_AT_ONCE
-        while self._ended and left:
-            salt, ended = self._ended.popleft()
-            answer = ended if isinstance(ended, list) else [*ended.tolist(), ANSWER_ENDS]
-            self._past.add(salt, answer[:left])
-            if answer[left:]:
+        while self._ended and left > 0:
+            salt, answer = self._ended.popleft()
+            self._past.add(salt, answer[:left].tolist())
+            if len(answer) >= left:
                 self._ended.appendleft((salt, answer[left:]))
-            left -= min(left, len(answer))
+            else:
+                self._past.add(salt, [ANSWER_ENDS])
+            left -= len(answer) + 1
