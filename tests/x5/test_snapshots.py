@@ -186,7 +186,7 @@ class TestManager:
         assert other.num_computed_tokens == 0 and not kv._loads
         kv.cache_blocks(seq)
         kv.get_computed_blocks(other)
-        assert other.num_computed_tokens == 8 and kv._loads == {other.seq_id: kv._saves[seq.seq_id]}
+        assert other.num_computed_tokens == 8 and kv._loads == {other.seq_id: 0}
 
     def test_a_hit_after_eviction(self) -> None:
         """A block that is taken for something else takes its snapshot with it."""
@@ -203,16 +203,16 @@ class TestManager:
     def test_preemption_gives_up_what_nobody_could_find(self) -> None:
         kv, seq = manager(num_snapshots=1), make_seq(list(range(9)))
         assert kv.allocate_slots(seq, 4)
-        assert kv._saves == {seq.seq_id: 0}
+        assert kv._pending == {seq.seq_id: [(4, 0)]}
         kv.free(seq)
-        assert (kv._saves, kv._loads, len(kv.snapshots)) == ({}, {}, 0)
+        assert (kv._pending, kv._loads, len(kv.snapshots)) == ({}, {}, 0)
         assert kv.snapshots.allocate() == 0
 
     def test_no_slot_is_left(self) -> None:
         """All slots belong to steps under way: the state is not saved, and nobody waits for it."""
         kv, first, second = manager(num_snapshots=1), make_seq(list(range(9))), make_seq(list(range(20, 29)))
         assert kv.allocate_slots(first, 4) and kv.allocate_slots(second, 4)
-        assert kv._saves == {first.seq_id: 0}
+        assert kv._pending == {first.seq_id: [(4, 0)]}
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

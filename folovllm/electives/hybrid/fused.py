@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from triton import cdiv
 
-from folovllm.electives.hybrid.gated_attention import GatedAttention
 from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from folovllm.electives.hybrid.kernels.delta_rule import BLOCK_DV, DeltaHeads, delta_rule
 from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
 from folovllm.electives.hybrid.kernels.short_conv import short_conv
+from folovllm.electives.hybrid.models import GatedAttention
 from folovllm.electives.hybrid.state_layer import Shape
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.fused import FusedQwen3Attention
@@ -46,13 +46,13 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         ring, state, *num_seen = self.states
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes, batch.max_query_len
         conv = qkv, ring, self.conv1d.weight, *shape, self.most_kept
-        mixed = short_conv(*conv)
-        kept = (ring, self.conv1d.weight, *num_seen) if num_seen else None
+        mixed, gates = short_conv(*conv), (a, b, self.A_log, self.dt_bias)
+        if not num_seen:
+            return delta_rule(mixed, gates, state, self.heads, *shape)
         # A captured step with drafts spares the launches for prompts, which are rare there, and short.
-        few = batch.max_query_len if batch.has_drafts else max(1, self.most_kept)
-        out = delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, self.heads, *shape, kept, few)
-        if kept:
-            short_conv(*conv, out=mixed)
+        few = batch.max_query_len if batch.has_drafts else self.most_kept
+        out = delta_rule(mixed, gates, state, self.heads, *shape, (ring, self.conv1d.weight, *num_seen), few)
+        short_conv(*conv, out=mixed)
         return out
 
 
