@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from triton import cdiv
 
+from folovllm.electives.hybrid.gated_attention import GatedAttention
 from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from folovllm.electives.hybrid.kernels.delta_rule import BLOCK_DV, DeltaHeads, delta_rule
 from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
 from folovllm.electives.hybrid.kernels.short_conv import short_conv
-from folovllm.electives.hybrid.models import GatedAttention
 from folovllm.electives.hybrid.state_layer import Shape
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.fused import FusedQwen3Attention

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from folovllm.distributed.sharding import Rows, shard_column, shard_row
+from folovllm.electives.hybrid.gated_attention import GatedAttention, PartialRotaryEmbedding
 from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.electives.hybrid.mtp import MtpHead
 from folovllm.layers.layer_set import LayerSet
@@ -18,8 +19,6 @@ from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from folovllm.models.model_config import LINEAR, head_dim_of, rope_parameters
-from folovllm.models.qwen3 import Qwen3Attention
-from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,36 +30,6 @@ if TYPE_CHECKING:
 SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
-
-
-class PartialRotaryEmbedding(RotaryEmbedding):
-    """Rotates the first R dimensions of each head, and leaves the others as they are. The table of angles is [positions, R]."""
-
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        part = self.cos_sin_cache.shape[1]
-        rotated = super().forward(positions, query[..., :part], key[..., :part])
-        return torch.cat((rotated[0], query[..., part:]), -1), torch.cat((rotated[1], key[..., part:]), -1)
-
-
-class GatedAttention(Qwen3Attention):
-    """Multiplies the attention output of each head by the sigmoid of a gate. `q_proj` gives each head its query [D], then its gate [D]."""
-
-    query_parts = 2
-
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
-        qkv = self.qkv_proj(x)
-        gate = qkv.view(len(qkv), -1, self.head_dim)[:, 1 : 2 * self.num_heads : 2]  # [T, Hq, D]
-        attended = self.attn(self.prepare(qkv, batch), batch)
-        return self.o_proj((attended * gate.sigmoid()).flatten(1))
-
-    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, 2 (Hq + Hkv) D] -> views [T, Hq, D], [T, Hkv, D], [T, Hkv, D]."""
-        heads = qkv.view(len(qkv), -1, self.head_dim)
-        queries, key, value = heads.split([2 * self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        return queries[:, ::2], key, value
 
 
 class HybridModel(LlamaModel):
