@@ -204,13 +204,13 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
     "x4": [
         ("electives/moe/models.py", "", "model_executor/models/qwen3_moe.py"),
         ("electives/moe/layers.py", "", "model_executor/layers/fused_moe/layer.py"),
+        ("electives/moe/experts.py", "", ""),
         ("kernels/grouped_tiles.py", "", ""),
         ("electives/moe/kernels/grouped_linear.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
         ("electives/moe/kernels/route.py", "", "model_executor/layers/fused_moe/moe_align_block_size.py"),
         ("electives/moe/kernels/moe_gemv.py", "", ""),
         ("electives/hopper/grouped.py", "", ""),
         ("electives/moe/fused.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
-        ("electives/moe/quantized.py", "", ""),
         ("electives/moe/expert_load.py", "", ""),
     ],
     "x5": [

@@ -35,7 +35,8 @@ from folovllm.kernels.grouped_tiles import find_tile
 from folovllm.electives.moe.kernels.grouped_linear import grouped_linear, multiply_tile
 from folovllm.electives.moe.kernels.route import combine_kernel
 from folovllm.electives.moe import layers as moe
-from folovllm.electives.moe.layers import Experts, combine, route, sort_by_expert
+from folovllm.electives.moe.experts import Experts
+from folovllm.electives.moe.layers import combine, route, sort_by_expert
 from folovllm.models.files import resolve_model
 from milestones import expert_pictures
 from milestones.routing import expected, read_by, routing_of, routings
@@ -260,8 +261,8 @@ expert_pictures.batch(read, NUM_EXPERTS, TOP_K)
 
 # %%
 experts = Experts(range(NUM), NUM, HIDDEN, INNER)
-experts.gate_up.copy_(gate_up)
-experts.down.copy_(down)
+experts.gate_ups.weight.data.copy_(gate_up.flatten(0, 1))
+experts.downs.weight.data.copy_(down.flatten(0, 1))
 took, seen = [], []
 for n in SIZES:
     x = torch.randn(n, HIDDEN)

@@ -28,6 +28,7 @@ from folovllm.electives.hybrid import snapshots
 from folovllm.electives.hybrid.delta_rule import delta_rule, delta_rule_chunk, delta_rule_step, l2norm
 from folovllm.electives.hybrid.short_conv import convolve
 from folovllm.electives.hybrid.snapshots import SnapshotCache, snapshot_to_evict
+from folovllm.electives.hybrid.state_layer import num_snapshots
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -231,13 +232,13 @@ plt.show()
 TEXT = "Once upon a time there was a little girl named Lily. She had a red kite. One day the wind was strong and the kite flew away over the trees. "
 with LLM(milestone="m6", max_model_len=512, **MODEL) as llm:
     setup = llm.engine.setup
-    states = llm.engine.executor._worker.runner._runner.states
-    slots = setup.max_num_seqs + 1 + setup.num_snapshots
+    states = llm.engine.executor._worker.runner.inner.states
+    slots = setup.max_num_seqs + 1 + num_snapshots(setup)
     a_state = states.num_bytes / slots
     print(
         f"K/V of a token: {setup.kv_bytes_per_token / 1e3:.1f} kB; the state of a sequence: {a_state / 1e3:.0f} kB, as much as {a_state / setup.kv_bytes_per_token:.0f} tokens"
     )
-    print(f"{slots} slots: {setup.max_num_seqs} rows, one for padding, {setup.num_snapshots} snapshots")
+    print(f"{slots} slots: {setup.max_num_seqs} rows, one for padding, {num_snapshots(setup)} snapshots")
     for count in (8, 64, 128):
         llm.generate([TEXT], greedy(count), use_tqdm=False)
         print(f"an answer of {count:3} tokens: the states take {states.num_bytes / 1e6:.1f} MB before and after")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from folovllm import EngineConfig
 from folovllm.apps.bench.contenders import write_geometry
 from folovllm.apps.bench.roofline import Weights
-from folovllm.electives.moe.quantized import ExpertStack, GroupedQuantizedExperts, QuantizedExperts
+from folovllm.electives.moe.experts import Experts, ExpertStack, GroupedExperts
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 from folovllm.electives.quantization.quantizer.run import quantize as quantize_folder
 from folovllm.engine.setup import set_up
@@ -21,7 +21,6 @@ from folovllm.models.loader import load_native_model
 from folovllm.models.registry import build_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.workloads import answered, make_engine, mixed_requests, serve
 from tests.x2 import quantized
 from tests.x2.quantized import Quantize, compressed, packed, quantize, quantize_8, write_quantized
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, wide_checkpoint
@@ -87,7 +86,7 @@ def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, wr
     driver = Driver(coded, "torch_naive", max_seqs=1)
     assert_logits_equal(driver.feed(ids, [14, 1, 5]), hf_logits(floats, ids))
     mlp: Any = driver.model.model.layers[1].mlp
-    assert type(mlp.experts) is QuantizedExperts and mlp.gate.weight.dtype == torch.float32
+    assert type(mlp.experts) is Experts and mlp.gate.weight.dtype == torch.float32
     stacks = [module for module in driver.model.modules() if isinstance(module, ExpertStack)]
     assert len(stacks) == 4 and not any(p.is_floating_point() and p.dtype != E4M3 for m in stacks for p in codes(m))
 
@@ -117,7 +116,7 @@ def test_the_grouped_kernel_in_the_model(kind: str, written: Any) -> None:
     driver = Driver(coded, "torch_paged", max_seqs=1, device=DEVICE, layers=fused_layers(32))
     assert_logits_equal(driver.step({0: ids})[0], hf_logits(floats, ids))
     mlp: Any = driver.model.model.layers[0].mlp
-    assert type(mlp.experts) is GroupedQuantizedExperts
+    assert type(mlp.experts) is GroupedExperts
 
 
 def test_in_16_bits_on_cpu(written: Any) -> None:
@@ -127,12 +126,6 @@ def test_in_16_bits_on_cpu(written: Any) -> None:
         mlp: Any = Driver(written("gptq")[0], dtype=dtype).model.model.layers[0].mlp
         answers.append(mlp.experts(x.to(dtype), torch.arange(6), torch.tensor([0, 2, 2, 3, 3, 3, 6])).float())
     torch.testing.assert_close(*answers, rtol=2e-2, atol=2e-2 * float(answers[1].abs().max()))
-
-
-def test_the_engine_answers_as_transformers(written: Any) -> None:
-    coded, floats = written("int4 packed")
-    load = answered(floats, mixed_requests(count=4))
-    load.check(serve(make_engine(coded, milestone="m6"), load.requests, "random"))
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "int8 packed", "gptq", "awq"])
@@ -146,37 +139,27 @@ def test_ranks_hold_their_parts_of_codes_and_scales(kind: str, tmp_path: Path) -
         assert_ranks_have_experts(coded, expert_parallel)
 
 
-class TestRefusals:
-    def refused(self, coded: Path, says: str, said: dict[str, Any] | None = None, **fields: Any) -> None:
-        if said is not None:
-            config = json.loads((coded / "config.json").read_text()) | {"quantization_config": said}
-            (coded / "config.json").write_text(json.dumps(config))
-        (coded / "model.safetensors").write_bytes(bytes(1 << 17))  # no weight is read
-        with pytest.raises(ValueError, match=says):
-            load_native_model(set_up(EngineConfig(model=str(coded), device="cpu", **fields)))
+CUTS = r"cannot share mlp.experts.0.gate_proj: a rank's part \[48, 64\] would not hold whole blocks of 32 x .*"
 
-    @pytest.fixture
-    def coded(self, tmp_path: Path) -> Path:
-        return write_quantized(source("qwen3_moe"), tmp_path, *KINDS["fp8 blocks"][1:])[0]
 
-    def test_ranks_that_would_cut_blocks(self, coded: Path) -> None:
-        """Of experts; where these stay whole it is the attention's turn, or nobody's."""
-        says = r"cannot share mlp.experts.0.gate_proj: a rank's part \[48, 64\] would not hold whole blocks of 32 x .*"
-        said = BLOCKS | {"weight_block_size": [32, 16]}
-        self.refused(coded, says + "set enable_expert_parallel, or lower", said, tensor_parallel_size=2)
-        set_up(EngineConfig(model=str(coded), device="cpu", tensor_parallel_size=2, enable_expert_parallel=True))
-
-    def test_blocks_over_two_experts(self, coded: Path) -> None:
-        says = r"experts with such weights are not supported: blocks of 64 x 16 weights .* do not divide \[96, 64\]"
-        self.refused(coded, says, BLOCKS | {"weight_block_size": [64, 16]})
-
-    def test_experts_of_two_kinds(self, coded: Path) -> None:
-        says = "all experts of a layer must be quantized in one way, or none of them"
-        self.refused(coded, says, BLOCKS | {"modules_to_not_convert": [*PLAIN, "experts.3"]})
-
-    def test_sorted_inputs(self, tmp_path: Path) -> None:
-        coded, _ = write_quantized(source("qwen3_moe"), tmp_path, quantize(quantized.to_sorted_gptq), quantized.SORTED)
-        self.refused(coded, r"experts with such weights are not .*: each sorts its inputs in an order .* \(desc_")
+@pytest.mark.parametrize(("said", "fields", "says"), [
+    ({"weight_block_size": [32, 16]}, {"tensor_parallel_size": 2}, CUTS + "set enable_expert_parallel, or lower"),
+    ({"weight_block_size": [64, 16]}, {}, r"experts with such weights are not supported: blocks of 64 x 16 weights .* do not divide \[96, 64\]"),
+    ({"modules_to_not_convert": [*PLAIN, "experts.3"]}, {}, "all experts of a layer must be quantized in one way, or none of them"),
+    (quantized.SORTED, {}, r"experts with such weights are not .*: each sorts its inputs in an order .* \(desc_"),
+], ids=lambda value: str(value)[:30])  # fmt: skip
+def test_what_cannot_be(said: dict[str, Any], fields: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """Said by `config.json` alone: no weight is read."""
+    coded = shutil.copytree(source("qwen3_moe"), tmp_path / "coded")
+    config = json.loads((coded / "config.json").read_text())
+    said = said if said is quantized.SORTED else BLOCKS | said
+    (coded / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    (coded / "model.safetensors").write_bytes(bytes(1 << 17))
+    model = {"model": str(coded), "device": "cpu"}
+    with pytest.raises(ValueError, match=says):
+        load_native_model(set_up(EngineConfig(**model, **fields)))
+    if fields:  # where experts stay whole nothing is cut
+        set_up(EngineConfig(**model, **fields, enable_expert_parallel=True))
 
 
 def test_experts_may_stay_plain(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 from folovllm import LLM, SamplingParams
 from folovllm.apps.cli.show import step_line
 from folovllm.config import EngineConfig
-from folovllm.electives.moe.expert_load import CountedLoad
+from folovllm.electives.moe.expert_load import ExpertLoad
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.errors import Unavailable
 from folovllm.electives.server.metrics import metrics_page
 from folovllm.engine.events import Event, ExpertsAsked
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.metrics import imbalance
-from tests.helpers import assert_tokens_equal, hf_greedy, prompts, tiny_checkpoint
+from tests.helpers import assert_tokens_equal, hf_greedy, prompts
 from tests.x4.checkpoints import moe_checkpoint
 
 PROMPTS = prompts([11, 5, 2])
@@ -113,28 +113,23 @@ def test_prometheus_gets_counts() -> None:
     assert float(uneven) == pytest.approx(imbalance(expected[1]))
 
 
-class TestOff:
-    def test_nothing_is_counted_unless_asked_for(self) -> None:
-        """No work on the device and no event, whoever listens."""
-        llm = LLM(str(moe_checkpoint()), milestone="m5", **SMALL)
-        seen: list[Event] = []
-        llm.engine.subscribe(seen.extend, experts=True)
-        llm.generate(PROMPTS[:1], PARAMS)
-        assert not any(isinstance(event, ExpertsAsked) for event in seen)
-        assert not any(isinstance(part, CountedLoad) for part in llm.engine.executor._worker.runner.model.modules())
-        with pytest.raises(ValueError, match="experts are not counted: set count_experts=True"):
-            llm.engine.expert_load()
-
-    def test_what_cannot_be_counted(self) -> None:
-        with pytest.raises(ValueError, match=r"count_experts counts how often .* this model has none"):
-            LLM(str(tiny_checkpoint()), count_experts=True, **SMALL)
+def test_nothing_is_counted_unless_asked_for() -> None:
+    """No work on the device and no event, whoever listens."""
+    llm = LLM(str(moe_checkpoint()), milestone="m5", **SMALL)
+    seen: list[Event] = []
+    llm.engine.subscribe(seen.extend, experts=True)
+    llm.generate(PROMPTS[:1], PARAMS)
+    assert not any(isinstance(event, ExpertsAsked) for event in seen)
+    assert llm.engine.executor._worker.runner.model.load is None
+    with pytest.raises(ValueError, match="experts are not counted: set count_experts=True"):
+        llm.engine.expert_load()
 
 
 def test_choices_that_are_no_experts_count_nowhere() -> None:
     """Of padding, and of a token whose logits are not numbers."""
     config: Any = SimpleNamespace(num_hidden_layers=2, num_experts=4)
     counters: dict[str, torch.Tensor] = {}
-    load = CountedLoad(config, counters)
+    load = ExpertLoad(config, counters)
     for _ in range(2):
         load.record(torch.tensor([[0, 3], [7, -1], [2, 1]]))
     load.end(torch.tensor([5, 6, -1]))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.electives.moe.layers import combine, route, sort_by_expert
+from folovllm.electives.moe.layers import route, sort_by_expert
 from tests import contract
 
 ON = contract.DEVICE
@@ -97,11 +97,11 @@ ROUTED = [  # T, E, k: one chunk of tokens, several, and so many that their coun
 @pytest.mark.parametrize("shape", ROUTED)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_the_kernel_chooses_and_sorts_as_torch(shape: tuple[int, int, int], normalise: bool) -> None:
-    """Also of the experts of one rank: the pairs of the others come last."""
+    """Also of the experts of one rank: the pairs of the others come last. Many logits are equal."""
     from folovllm.electives.moe.kernels.route import choose
 
     num_tokens, num_experts, top_k = shape
-    logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(3)).to(ON)
+    logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(3)).mul(2).round().to(ON)
     for held in (range(num_experts), range(num_experts // 2, num_experts), range(num_experts // 3)):
         weights, experts = route(logits, top_k, normalise)
         own_weights, own_experts, order, starts = choose(logits, top_k, normalise, held)
@@ -121,18 +121,3 @@ def test_counts_of_many_chunks_are_read_in_turns(monkeypatch: pytest.MonkeyPatch
     _, experts, *placed = module.choose(logits, 3, True, range(1, 4))
     for actual, wanted in zip(placed, sort_by_expert(experts - 1, 3), strict=True):
         assert torch.equal(actual, wanted)
-
-
-def test_of_equal_logits_the_kernel_chooses_the_same() -> None:
-    from folovllm.electives.moe.kernels.route import choose
-
-    logits = torch.randint(0, 3, (9, 60), generator=torch.Generator().manual_seed(0)).float().to(ON)
-    assert torch.equal(route(logits, 4, normalise=True)[1], choose(logits, 4, True, range(60))[1])
-
-
-@pytest.mark.parametrize("shape", [(1, 8, 72), (3, 2, 1500), (0, 2, 8)])  # T, k, H
-def test_the_kernel_adds_up_as_torch(shape: tuple[int, int, int]) -> None:
-    from folovllm.electives.moe.kernels.route import combine as combined
-
-    answers, weights = torch.randn(shape).to(ON), torch.rand(shape[:2]).to(ON)
-    torch.testing.assert_close(combined(answers, weights), combine(answers, weights))

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from folovllm.electives.moe.experts import ExpertStack
 from folovllm.electives.moe.layers import sort_by_expert
-from folovllm.electives.moe.quantized import ExpertStack
 from folovllm.electives.quantization.fp8 import Fp8
 from folovllm.electives.quantization.int4 import Int4
 from folovllm.electives.quantization.layouts import GGUF, GGUF_MINIMUMS, INT8

@@ -108,20 +108,6 @@ def test_the_most_that_one_sequence_holds(window: int, step: int, block_size: in
     assert max(found) == most_held(window, step, block_size)
 
 
-def test_by_hand() -> None:
-    """Blocks of 4, a window of 6: the token at 13 sees 8 to 13, so blocks 0 and 1 are of no use to it."""
-    kv = SlidingBlockManager(8, 4, window=6)
-    seq = make_seq(13)
-    assert kv.allocate_slots(seq, 13) and seq.block_table == [0, 1, 2, 3]
-    seq.start()
-    seq.num_computed_tokens = 12
-    assert kv.allocate_slots(seq, 1) and seq.block_table == [GONE, 1, 2, 3], "the token at 12 still sees 7"
-    seq.num_computed_tokens = 13
-    assert kv.allocate_slots(seq, 1) and seq.block_table == [GONE, GONE, 2, 3] and kv.num_used == 2
-    kv.free(seq)
-    assert seq.block_table == [] and kv.num_used == 0
-
-
 def test_who_stands_where() -> None:
     """Every layer must slide, and a learner's own manager stays what it is."""
     from types import SimpleNamespace

@@ -1,7 +1,6 @@
 """Hybrid models against their Hugging Face twins: random geometries, every preset, chunks that end anywhere, reused slots."""
 
 import json
-import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -17,12 +16,8 @@ from folovllm.apps.inspector.recorder import recording
 from folovllm.config import EngineConfig
 from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.engine.setup import set_up
-from folovllm.layers.attention import Attention
-from folovllm.models.loader import load_native_model
 from folovllm.models.registry import build_model
-from folovllm.models.sharded_loader import load_sharded_model
 from tests.helpers import Driver, assert_logits_equal, hf_logits, hf_model, prompts, tiny_checkpoint
-from tests.m6.ranks import on_ranks
 from tests.workloads import ARRIVALS, Workload, answered, make_engine, mixed_requests, serve
 from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry, stacked_checkpoint
 
@@ -64,33 +59,14 @@ def test_random_geometries_on_every_preset(seed: int) -> None:
         load.check(serve(make_engine(load.model, **fields), load.requests, ARRIVALS[2], seed))
 
 
-def test_experts_in_stacks_answer_as_transformers() -> None:
-    load = answered(stacked_checkpoint(), mixed_requests("seeded", 8))
-    load.check(serve(make_engine(load.model, **ENGINES["m6"]), load.requests))
-
-
-@pytest.mark.parametrize("shape", [(3, 64, 72), (4, 62, 72), (4, 64, 70), (64, 72)], ids=str)
-@pytest.mark.parametrize("fields", [{}, {"tensor_parallel_size": 2}], ids=["whole", "two ranks"])
-def test_a_stack_of_another_shape_is_refused(shape: tuple[int, ...], fields: dict[str, Any], tmp_path: Path) -> None:
-    shutil.copytree(stacked_checkpoint(), tmp_path / "model")
-    file, name = tmp_path / "model/model.safetensors", "model.layers.1.mlp.experts.gate_up_proj"
-    tensors = load_file(file) | {name: torch.ones(shape)}
-    save_file(tensors, file, {"format": "pt"})
-    setup = set_up(EngineConfig(model=str(file.parent), device="cpu", use_tqdm=False, **fields))
-    says = re.escape(f"{name!r} has shape {list(shape)}, the model expects [4, 64, 72]")
-    with pytest.raises(ValueError, match=says):
-        if fields:
-            on_ranks(2, lambda group: load_sharded_model(setup, group))
-        else:
-            load_native_model(setup)
-
-
 @cache
 def seeded(family: str = "qwen3_next") -> Workload:
-    return answered(hybrid_checkpoint(family), mixed_requests("seeded", 8))
+    return answered(
+        stacked_checkpoint() if family == "stacks" else hybrid_checkpoint(family), mixed_requests("seeded", 8)
+    )
 
 
-@pytest.mark.parametrize(("family", "engine"), [*(("qwen3_next", e) for e in ENGINES), ("qwen3_5_moe_text", "m6")])
+@pytest.mark.parametrize(("family", "engine"), [*(("qwen3_next", engine) for engine in ENGINES), ("stacks", "m6")])
 def test_presets_answer_as_transformers(family: str, engine: str) -> None:
     """Twice, so that the second time slots hold the states of others, and prefixes are found."""
     load = seeded(family)
@@ -142,18 +118,6 @@ def test_nan_stays_in_its_sequence() -> None:
     assert_logits_equal(driver.step({0: other})[0], hf_logits(path, other))
 
 
-def test_only_full_attention_has_a_cache() -> None:
-    """K/V of one layer in three; the other two have one slot a row, one for padding and the snapshots."""
-    fields = {"milestone": "m5", "max_num_seqs": 5, "num_snapshots": 7, "num_kv_blocks": 40, "block_size": 4}
-    engine = make_engine(hybrid_checkpoint(), **fields)
-    model = engine.executor._worker.runner.model
-    assert engine.setup.kv_bytes_per_token == 2 * 2 * 32 * 4
-    assert len([module for module in model.modules() if isinstance(module, Attention)]) == 1
-    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
-    assert [tuple(state.shape) for state in layers[0].states] == [(5 + 1 + 7, 3, 96), (5 + 1 + 7, 4, 16, 8)]
-    assert len(layers) == 2
-
-
 def test_states_count_in_the_memory_of_a_cpu() -> None:
     """Three slots take what is 148 tokens of K/V less, and the error names them when nothing is left."""
     path = hybrid_checkpoint()
@@ -177,64 +141,22 @@ def test_a_model_of_linear_layers_alone(tmp_path: Path) -> None:
     assert logits[2:-1].argmax(-1).tolist() == answer
 
 
-@pytest.mark.parametrize("milestone", ["m2", "m6"])
-def test_states_that_fit_into_no_memory_are_refused_before_they_are_made(milestone: str) -> None:
-    with pytest.raises(ValueError, match=r"bytes, and there are .* lower max_num_seqs"):
-        LLM(str(hybrid_checkpoint()), milestone=milestone, device="cpu", use_tqdm=False, max_num_seqs=99_999_999)
-
-
-@pytest.mark.parametrize(("field", "value", "says"), [
-    ("linear_num_key_heads", 3, "linear_num_value_heads, 4, must be a multiple of linear_num_key_heads, 3"),
-    ("linear_key_head_dim", 0, "linear_key_head_dim is 0"),
-])  # fmt: skip
-def test_sizes_that_make_no_layer(field: str, value: int, says: str) -> None:
-    config = AutoConfig.from_pretrained(hybrid_checkpoint())
-    setattr(config, field, value)
-    with pytest.raises(ValueError, match=says):
-        build_model(config, torch.float32, "meta")
-
-
-def test_quantized_linears() -> None:
-    """Products of random weights in 8 bits run through the same layers; the convolution and the gates stay as they are."""
-    llm = LLM(
-        str(hybrid_checkpoint()), random_weights=True, quantization="int8", device="cpu", milestone="m6", use_tqdm=False
-    )
-    with llm:
-        (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 4
-
-
-def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
-    """Qwen3-Next's projections go key head by key head. With a code of 8 bits for each weight they give what the rounded floats give."""
+@pytest.mark.parametrize("kind", ["a scale a row", "blocks"])
+def test_codes_are_put_in_order_with_their_scales(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-Next's projections go key head by key head, and so do their codes, rows of which may share a scale."""
     pytest.importorskip("folovllm.electives.quantization")
-    path = hybrid_checkpoint("qwen3_next", "LF")
-    scheme = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    coded, rounded = {}, {}
-    for name, weight in load_file(path / "model.safetensors").items():
-        coded[name] = rounded[name] = weight
-        if weight.dim() == 2 and "embed" not in name and "lm_head" not in name:
-            scale = weight.abs().amax(1, keepdim=True) / 127
-            coded[name], coded[f"{name}_scale"] = (weight / scale).round().to(torch.int8), scale
-            rounded[name] = coded[name] * scale
-    config = json.loads((path / "config.json").read_text())
-    group = {"targets": ["Linear"], "weights": {**scheme, "dynamic": False}, "input_activations": None}
-    codes = {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }  # fmt: skip
-    x = torch.randn(5, config["hidden_size"], generator=torch.Generator().manual_seed(0))
-    found = []
-    for kind, tensors, more in (("coded", coded, {"quantization_config": codes}), ("rounded", rounded, {})):
-        (tmp_path / kind).mkdir()
-        for file in path.glob("*.json"):
-            shutil.copy(file, tmp_path / kind)
-        (tmp_path / kind / "config.json").write_text(json.dumps(config | more))
-        save_file(tensors, tmp_path / kind / "model.safetensors")
-        model = load_native_model(set_up(EngineConfig(model=str(tmp_path / kind), device="cpu", use_tqdm=False)))
-        with torch.inference_mode():
-            found.append(model.model.layers[0].self_attn.project(x))
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    from tests.x2 import quantized
+
+    monkeypatch.setattr(quantized, "PROJECTIONS", ("proj.weight", "in_proj_qkvz.weight", "in_proj_ba.weight"))
+    config = quantized.compressed(8, "int", "int-quantized", "channel")
+    quantize = quantized.quantize_8(torch.int8, "weight_scale", None)
+    if kind == "blocks":
+        config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+        quantize = quantized.quantize_8(torch.float8_e4m3fn, "weight_scale_inv", (8, 8))
+    folders = quantized.write_quantized(hybrid_checkpoint("qwen3_next", "LF"), tmp_path, quantize, config)
+    (ids,) = prompts([20])
+    coded, floats = (Driver(folder, max_seqs=1).step({0: ids})[0] for folder in folders)
+    assert_logits_equal(coded, floats)
 
 
 def test_a_cache_of_8_bits() -> None:
@@ -267,25 +189,38 @@ def test_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
-class TestRefusals:
-    def test_a_draft_model(self) -> None:
-        """The large model may be any; a draft must be able to forget what was rejected."""
-        draft = {"method": "draft_model", "model": str(hybrid_checkpoint()), "num_speculative_tokens": 2}
-        with pytest.raises(ValueError, match="cannot draft: it has layers of linear attention"):
-            LLM(str(tiny_checkpoint()), speculative_config=draft, device="cpu", use_tqdm=False, max_model_len=64)
+def test_a_model_with_states_is_no_draft_model() -> None:
+    """The large model may be any; a draft must be able to forget what was rejected."""
+    draft = {"method": "draft_model", "model": str(hybrid_checkpoint()), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="cannot draft: it has layers of linear attention"):
+        make_engine(tiny_checkpoint(), milestone="m6", speculative_config=draft)
 
-    def test_a_prefix_cache_of_ones_own(self) -> None:
-        with pytest.raises(ValueError, match="whose states prefix_cache of your own does not keep"):
-            set_up(EngineConfig(model=str(hybrid_checkpoint()), builders="prefix_cache", device="cpu"))
 
-    def test_ranks_without_a_key_head(self) -> None:
-        says = "2 KV heads, intermediate_size 80, .*linear_num_value_heads 4: sizes that work are 1, 2"
-        with pytest.raises(ValueError, match=says):
-            set_up(EngineConfig(model=str(hybrid_checkpoint()), tensor_parallel_size=4, device="cpu"))
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"builders": "prefix_cache"}, "whose states prefix_cache of your own does not keep"),
+    ({"tensor_parallel_size": 4}, "2 KV heads, intermediate_size 80, .*linear_num_value_heads 4: sizes that work are 1, 2"),
+], ids=str)  # fmt: skip
+def test_what_cannot_be(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        set_up(EngineConfig(model=str(hybrid_checkpoint()), device="cpu", **fields))
 
-    def test_another_kind_of_layer(self, tmp_path: Path) -> None:
-        config = json.loads((tiny_checkpoint() / "config.json").read_text())
-        config["layer_types"] = ["chunked_attention"] * config["num_hidden_layers"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="chunked_attention"):
-            LLM(str(tmp_path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu")
+
+@pytest.mark.parametrize("milestone", ["m2", "m6"])
+def test_states_that_fit_into_no_memory_are_refused_before_they_are_made(milestone: str) -> None:
+    with pytest.raises(ValueError, match=r"bytes, and there are .* lower max_num_seqs"):
+        make_engine(hybrid_checkpoint(), milestone=milestone, max_num_seqs=99_999_999)
+
+
+@pytest.mark.parametrize(("field", "value", "says"), [
+    ("linear_num_key_heads", 3, "linear_num_value_heads is 4 .* must be a multiple of linear_num_key_heads, 3"),
+    ("linear_key_head_dim", 0, "linear_key_head_dim is 0"),
+    ("partial_rotary_factor", 1.5, "partial_rotary_factor is 1.5 .* at most 1"),
+    ("layer_types", ["chunked_attention"] * 3, "chunked_attention"),
+])  # fmt: skip
+def test_configurations_that_make_no_model(field: str, value: Any, says: str) -> None:
+    config = AutoConfig.from_pretrained(hybrid_checkpoint())
+    setattr(config, field, value)
+    if field == "partial_rotary_factor":
+        config.rope_parameters = config.rope_parameters | {field: value}
+    with pytest.raises(ValueError, match=says):
+        build_model(config, torch.float32, "meta")

@@ -46,13 +46,13 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         ring, state, *num_seen = self.states
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes, batch.max_query_len
         conv = qkv, ring, self.conv1d.weight, *shape, self.most_kept
-        mixed = short_conv(*conv)
-        kept = (ring, self.conv1d.weight, *num_seen) if num_seen else None
+        mixed, gates = short_conv(*conv), (a, b, self.A_log, self.dt_bias)
+        if not num_seen:
+            return delta_rule(mixed, gates, state, self.heads, *shape)
         # A captured step with drafts spares the launches for prompts, which are rare there, and short.
-        few = batch.max_query_len if batch.has_drafts else max(1, self.most_kept)
-        out = delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, self.heads, *shape, kept, few)
-        if kept:
-            short_conv(*conv, out=mixed)
+        few = batch.max_query_len if batch.has_drafts else self.most_kept
+        out = delta_rule(mixed, gates, state, self.heads, *shape, (ring, self.conv1d.weight, *num_seen), few)
+        short_conv(*conv, out=mixed)
         return out
 
 

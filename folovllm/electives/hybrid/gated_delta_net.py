@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,10 @@ from folovllm.step.forward_batch import ForwardBatch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Tokens = Sequence[
+    torch.Tensor
+]  # inputs of the convolution [n, C], and `beta` and `g` before their functions, [n, Hv] each
+
 
 class GatedRMSNorm(nn.Module):
     """RMSNorm of each head, times silu of a gate."""
@@ -34,14 +37,6 @@ class GatedRMSNorm(nn.Module):
         """Two [T, Hv, Dv] -> [T, Hv, Dv] in the dtype of `gate`, rounded where transformers rounds."""
         normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(gate.dtype) * self.weight
         return (normed * F.silu(gate.float())).to(gate.dtype)
-
-
-class ShortConvWeight(nn.Module):
-    """Holds the weight of the short convolution, [C, 1, K] as in checkpoints."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
 
 
 class GatedDeltaNet(StateLayer):
@@ -66,29 +61,20 @@ class GatedDeltaNet(StateLayer):
         self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
         self.sizes = [keys, keys, values]  # of queries, keys and values of all heads
-        qkvz, ba = [sum(self.sizes), values], [self.num_v_heads, self.num_v_heads]
-        qkvz, ba = ([sum(qkvz)], [sum(ba)]) if is_one_tensor else (qkvz, ba)
-        methods = [layers.linear_method_of(f"self_attn.{name}") for name in ("in_proj_qkvz", "in_proj_ba")]
-        self.in_proj_qkvz, self.in_proj_ba = (
-            layers.make(MergedColumnParallelLinear, config.hidden_size, sizes, False, method)
-            for sizes, method in zip((qkvz, ba), methods, strict=True)
-        )
-        self.conv1d = ShortConvWeight(sum(self.sizes), config.linear_conv_kernel_dim)
+        channels, hidden = sum(self.sizes), config.hidden_size
+
+        def projection(name: str, *sizes: int) -> MergedColumnParallelLinear:
+            parts, method = [sum(sizes)] if is_one_tensor else sizes, layers.linear_method_of(f"self_attn.{name}")
+            return layers.make(MergedColumnParallelLinear, hidden, parts, False, method)
+
+        self.in_proj_qkvz = projection("in_proj_qkvz", channels, values)
+        self.in_proj_ba = projection("in_proj_ba", self.num_v_heads, self.num_v_heads)
+        self.conv1d = nn.Conv1d(channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
         self.norm = layers.make(GatedRMSNorm, self.v_dim, config.rms_norm_eps)
-        self.out_proj = layers.make(
-            RowParallelLinear, values, config.hidden_size, False, layers.linear_method_of("self_attn.out_proj")
-        )
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, H] -> inputs of the convolution [T, C], output gate [T, Hv, Dv], and `beta` and `g` before their functions, [T, Hv]."""
-        qkv, z = self.in_proj_qkvz(x).split([sum(self.sizes), self.sizes[2]], dim=1)
-        ba = self.in_proj_ba(x)
-        if self.is_one_tensor:  # key head by key head: codes of so few rows cannot be put in order when they are read
-            ba = ba.unflatten(1, (self.num_k_heads, 2, -1)).transpose(1, 2).flatten(1)
-        b, a = ba.chunk(2, dim=1)
-        return qkv, z.unflatten(1, (self.num_v_heads, self.v_dim)), b, a
+        method = layers.linear_method_of("self_attn.out_proj")
+        self.out_proj = layers.make(RowParallelLinear, values, hidden, False, method)
 
     def state_shapes(self) -> tuple[Shape, ...]:
         """The convolution's last inputs [K - 1, C], and the matrices [Hv, Dk, Dv].
@@ -111,90 +97,79 @@ class GatedDeltaNet(StateLayer):
         out = self.norm(self.forward_core(qkv, b, a, batch), z)
         return self.out_proj(out.flatten(1))
 
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, H] -> inputs of the convolution [T, C], output gate [T, Hv, Dv], and `beta` and `g` before their functions, [T, Hv]."""
+        qkv, z = self.in_proj_qkvz(x).split([sum(self.sizes), self.sizes[2]], dim=1)
+        ba = self.in_proj_ba(x)
+        if self.is_one_tensor:  # key head by key head: codes of so few rows cannot be put in order when they are read
+            ba = ba.unflatten(1, (self.num_k_heads, 2, -1)).transpose(1, 2).flatten(1)
+        b, a = ba.chunk(2, dim=1)
+        return qkv, z.unflatten(1, (self.num_v_heads, self.v_dim)), b, a
+
     def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Convolve and apply the delta rule, sequence by sequence, decodes all at once: [T, C] -> [T, Hv, Dv] float32.
 
         The one step here that kernels replace.
         """
         assert batch.rows is not None
-        rows, fresh = batch.rows.long(), lacks_initial_state(batch)
+        rows, n = batch.rows.long(), batch.num_decodes
+        for states in self.states[:2]:  # a slot may hold NaN, so nothing multiplies it by 0
+            states[rows[lacks_initial_state(batch)]] = 0.0
         if self.most_kept:
-            self.apply_accepted(batch)
-        n, outputs = batch.num_decodes, []
-        if n:
-            outputs.append(self.advance(delta_rule_step, qkv[:n, None], b[:n], a[:n], rows[:n], fresh[:n]))
-        start = n
-        for i in range(n, batch.num_seqs):
-            end = start + batch.query_lens_host[i]
-            if start < end:  # a captured step has sequences without tokens
-                apply = self.look_ahead if self.keeps(end - start) else partial(self.advance, delta_rule)
-                outputs.append(apply(qkv[start:end], b[start:end], a[start:end], rows[i], fresh[i]))
-            start = end
+            self.apply_accepted(rows, batch)
+        outputs = [self.advance(delta_rule_step, rows[:n], (qkv[:n, None], b[:n], a[:n]))] if n else []
+        pieces = (x[n:].split(batch.query_lens_host[n:]) for x in (qkv, b, a))
+        for row, *tokens in zip(rows[n:], *pieces, strict=True):
+            if self.keeps(len(tokens[0])):
+                outputs.append(self.look_ahead(row, tokens))
+            elif len(tokens[0]):  # a captured step has sequences without tokens
+                outputs.append(self.advance(delta_rule, row, tokens))
         return torch.cat(outputs)
+
+    def advance(
+        self, rule: Callable[..., tuple[torch.Tensor, ...]], rows: torch.Tensor, tokens: Tokens
+    ) -> torch.Tensor:
+        """One token of each sequence by `delta_rule_step`, [S, 1, C] -> [S, Hv, Dv]; or several tokens of one by `delta_rule`, [n, C] -> [n, Hv, Dv]."""
+        (qkv, b, a), (conv, state, *_) = tokens, self.states
+        mixed, last_inputs = convolve(qkv, conv[rows], self.conv1d.weight[:, 0])
+        out, after = rule(state[rows], *self.split_heads(mixed.flatten(0, -2)), *self.gates(b, a))
+        conv[rows], state[rows] = last_inputs, after
+        return out
 
     def keeps(self, num_new_tokens: int) -> bool:
         """Whether the inputs of a sequence's new tokens are kept, and its state stays as it was before them."""
         return 1 < num_new_tokens <= self.most_kept
 
-    def apply_accepted(self, batch: ForwardBatch) -> None:
+    def look_ahead(self, row: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Few tokens of a sequence, [n, C] -> [n, Hv, Dv], that may be rejected: keep their inputs and not their state."""
+        conv, state, kept, _ = self.states
+        kept[row, : len(tokens[0])] = torch.cat(tuple(tokens), 1)
+        before = conv[row].clone(), state[row].clone()
+        out = self.one_by_one(row, tokens)
+        conv[row], state[row] = before
+        return out
+
+    def apply_accepted(self, rows: torch.Tensor, batch: ForwardBatch) -> None:
         """Bring states up to the first new token: apply the kept inputs of tokens that were accepted."""
-        assert batch.rows is not None
         _, _, kept, num_seen = self.states
         sizes = [sum(self.sizes), self.num_v_heads, self.num_v_heads]
-        for row, end, n in zip(batch.rows, batch.seq_lens_host, batch.query_lens_host, strict=True):
+        for row, end, n in zip(rows, batch.seq_lens_host, batch.query_lens_host, strict=True):
             num_accepted = end - n - int(num_seen[row])
             if end > n and num_accepted > 0:
-                qkv, b, a = kept[row, :num_accepted].split(sizes, 1)
-                self.one_by_one(qkv, b, a, row, torch.zeros_like(row, dtype=torch.bool))
+                self.one_by_one(row, kept[row, :num_accepted].split(sizes, 1))
             num_seen[row] = end - n if self.keeps(n) else end
 
-    def look_ahead(
-        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, row: torch.Tensor, fresh: torch.Tensor
-    ) -> torch.Tensor:
-        """Few tokens of a sequence, [n, C] -> [n, Hv, Dv], that may be rejected: keep their inputs and not their state."""
-        self.states[2][row, : len(qkv)] = torch.cat((qkv, b, a), 1)
-        before = self.read_states(row, fresh)
-        out = self.one_by_one(qkv, b, a, row, fresh)
-        self.states[0][row], self.states[1][row] = before
-        return out
-
-    def one_by_one(
-        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, row: torch.Tensor, fresh: torch.Tensor
-    ) -> torch.Tensor:
+    def one_by_one(self, row: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Tokens of a sequence with the very numbers of so many decodes: [n, C] -> [n, Hv, Dv]."""
-        outputs = []
-        for token in zip(qkv[:, None].split(1), b.split(1), a.split(1), strict=True):
-            outputs.append(self.advance(delta_rule_step, *token, row[None], fresh[None]))
-            fresh = torch.zeros_like(fresh)
-        return torch.cat(outputs)
-
-    def advance(
-        self,
-        rule: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        qkv: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
-        rows: torch.Tensor,
-        fresh: torch.Tensor,
-    ) -> torch.Tensor:
-        """One token of each sequence by `delta_rule_step`, [S, 1, C] -> [S, Hv, Dv]; or several tokens of one by `delta_rule`, [n, C] -> [n, Hv, Dv]."""
-        conv, state = self.read_states(rows, fresh)
-        mixed, conv = convolve(qkv, conv, self.conv1d.weight[:, 0])
-        out, state = rule(state, *self.split_heads(mixed.flatten(0, -2)), *self.gates(b, a))
-        self.states[0][rows], self.states[1][rows] = conv, state
-        return out
-
-    def read_states(self, rows: torch.Tensor, fresh: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of the states in these slots, and zeros for sequences that begin. A slot may hold NaN, so nothing multiplies it by 0."""
-        return [states[rows].masked_fill(fresh[(..., *[None] * (states.dim() - 1))], 0.0) for states in self.states[:2]]
+        qkv, b, a = (x.split(1) for x in tokens)
+        each = zip((x[None] for x in qkv), b, a, strict=True)
+        return torch.cat([self.advance(delta_rule_step, row[None], token) for token in each])
 
     def split_heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[n, C] -> queries and keys [n, Hv, Dk], of length 1 before the queries' factor 1 / sqrt(Dk), and values [n, Hv, Dv]."""
-        query, key, value = mixed.split(self.sizes, dim=1)
-        groups = self.num_v_heads // self.num_k_heads
-        query, key = (
-            l2norm(x.unflatten(1, (self.num_k_heads, self.k_dim))).repeat_interleave(groups, 1) for x in (query, key)
-        )
+        *keys, value = mixed.split(self.sizes, dim=1)
+        query, key = (l2norm(x.unflatten(1, (self.num_k_heads, self.k_dim))) for x in keys)
+        query, key = (x.repeat_interleave(self.num_v_heads // self.num_k_heads, 1) for x in (query, key))
         return query * self.k_dim**-0.5, key, value.unflatten(1, (self.num_v_heads, self.v_dim))
 
     def gates(self, b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
     from folovllm.distributed.sharding import Weight
 
+SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+
 
 class HybridModel(LlamaModel):
     """Rotates a part of each head."""
@@ -34,14 +38,14 @@ class HybridModel(LlamaModel):
     @staticmethod
     def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
         """Return the one table of angles for each layer; only layers of full attention read it."""
-        own, parameters = copy(config), dict(rope_parameters(config))
+        whole, parameters = copy(config), dict(rope_parameters(config))
         part = float(parameters.pop("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0)))
         if not 0 < part <= 1:
             raise ValueError(
                 f"partial_rotary_factor is {part} in the model's configuration, and must be above 0 and at most 1"
             )
-        own.rope_parameters = parameters
-        table = PartialRotaryEmbedding(rope_frequencies(own, int(part * head_dim_of(config))), max_model_len)
+        whole.rope_parameters = parameters
+        table = PartialRotaryEmbedding(rope_frequencies(whole, int(part * head_dim_of(config))), max_model_len)
         return [table] * config.num_hidden_layers
 
 
@@ -56,7 +60,6 @@ class HybridForCausalLM(LlamaForCausalLM):
     takes_experts = True
     mtp_head = MtpHead
     renamed: ClassVar[dict[str, str]] = {"linear_attn.": "self_attn.", "model.language_model.": "model."}
-    left_out: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         check_linear_attention(config)
@@ -80,7 +83,7 @@ class HybridForCausalLM(LlamaForCausalLM):
         return [linear if kind == LINEAR else cls.attention_class for kind in config.layer_types]
 
     def local_name(self, name: str) -> str | None:
-        if name.startswith(self.left_out):
+        if name.startswith(("mtp.", "model.visual.")):
             return None
         self.is_nested |= name.startswith("model.language_model.")
         return super().local_name(name)
@@ -89,11 +92,7 @@ class HybridForCausalLM(LlamaForCausalLM):
         before, layer, behind = name.partition(".self_attn.")
         if layer and self.layer_types[int(before.rpartition(".")[2])] == LINEAR:
             name = f"{before}.linear_attn.{behind}"
-        return (
-            f"model.language_model.{name.removeprefix('model.')}"
-            if self.is_nested and name.startswith("model.")
-            else name
-        )
+        return name.replace("model.", "model.language_model.", 1) if self.is_nested else name
 
     def weights_loaded(self) -> None:
         """Add 1 to the norms' weights, which checkpoints keep around 0."""
@@ -116,43 +115,38 @@ class HybridForCausalLM(LlamaForCausalLM):
 
         `config` is the whole model's, `name` what the tensor is called here. `usual(name, weight)` cuts what all families have.
         """
-        module, kind = name.split(".")[-2:]
-        keys = config.linear_num_key_heads * config.linear_key_head_dim
-        values = config.linear_num_value_heads * config.linear_value_head_dim
-        match module:
-            case "in_proj_qkv" | "conv1d":  # queries, keys and values, each of all heads
-                ends = (0, keys, 2 * keys, 2 * keys + values)
-                parts = [Rows(weight, start, end) for start, end in pairwise(ends)]
-                return torch.cat([shard_column(part, rank, size) for part in parts])
-            case "in_proj_qkvz":  # of Qwen3-Next, head by head; brought into the order of Qwen3.5's
-                return rows_part_by_part(weight, rows_of_key_head(config), config.linear_num_key_heads // size, rank)
-            case "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a":
+        match name.split(".")[-2:]:
+            case ["in_proj_qkv" | "conv1d", _]:  # queries, keys and values, each of all heads
+                keys = config.linear_num_key_heads * config.linear_key_head_dim
+                ends = (0, keys, 2 * keys, 2 * keys + config.linear_num_value_heads * config.linear_value_head_dim)
+                return torch.cat([shard_column(Rows(weight, *part), rank, size) for part in pairwise(ends)])
+            case ["in_proj_qkvz", _]:  # of Qwen3-Next, key head by key head; brought into the order of Qwen3.5's
+                heads, rows = config.linear_num_key_heads // size, rows_of_key_head(config)
+                starts = range(rank * heads * sum(rows), (rank + 1) * heads * sum(rows), sum(rows))
+                parts = pairwise((0, *accumulate(rows)))
+                return torch.cat([weight[start + a : start + b] for a, b in parts for start in starts])
+            case ["in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a", _] | ["self_attn", "A_log" | "dt_bias"]:
                 return shard_column(weight, rank, size)
-            case "out_proj":
+            case ["out_proj", _]:
                 return shard_row(weight, rank, size)
-            case "self_attn" if kind in ("A_log", "dt_bias"):
-                return shard_column(weight, rank, size)
         return usual(name, weight)
-
-
-SIZES = (
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-)  # fmt: skip
 
 
 def check_linear_attention(config: PretrainedConfig) -> None:
     """Raise ValueError, which names the field, if the sizes of linear attention make no layer."""
+    where = "in the model's configuration, and must be"
     for name in SIZES:
-        value = getattr(config, name, None)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"{name} is {value!r} in the model's configuration, and must be a whole number of at least 1"
-            )
-    if config.linear_num_value_heads % config.linear_num_key_heads:
-        raise ValueError(
-            f"linear_num_value_heads, {config.linear_num_value_heads}, must be a multiple of linear_num_key_heads, "
-            f"{config.linear_num_key_heads}"
-        )
+        if not isinstance(value := getattr(config, name, None), int) or value < 1:
+            raise ValueError(f"{name} is {value!r} {where} a whole number of at least 1")
+    values, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    if values % keys:
+        raise ValueError(f"linear_num_value_heads is {values} {where} a multiple of linear_num_key_heads, {keys}")
+
+
+def rows_of_key_head(config: PretrainedConfig) -> list[int]:
+    """Return how many rows of q, k, v and z a key head has in Qwen3-Next's `in_proj_qkvz`."""
+    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    return [config.linear_key_head_dim] * 2 + [values] * 2
 
 
 class Qwen3NextForCausalLM(HybridForCausalLM):
@@ -161,27 +155,13 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__(config, layers, max_model_len)
         self.reorder = partial(self.shard, config, rank=0, size=1, usual=lambda _, weight: weight[:])
-        self._rows = rows_of_key_head(config)
+        self.num_key_heads, self.rows_of_key_head = config.linear_num_key_heads, rows_of_key_head(config)
 
     def stored_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if not name.endswith("in_proj_qkvz.weight"):
             return weight
-        heads = sum(self._rows)
-        order = rows_part_by_part(torch.arange(len(weight)), self._rows, len(weight) // heads, rank=0)
-        return torch.empty_like(weight).index_copy_(0, order.to(weight.device), weight)
-
-
-def rows_of_key_head(config: PretrainedConfig) -> list[int]:
-    """Return the numbers of rows of q, k, v and z that a key head of Qwen3-Next has."""
-    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
-    return [config.linear_key_head_dim] * 2 + [values] * 2
-
-
-def rows_part_by_part(weight: Weight, sizes: Sequence[int], num_heads: int, rank: int) -> torch.Tensor:
-    """Return the rows of a rank's `num_heads` heads part by part. `weight` has them head by head, `sizes` rows of each part."""
-    heads = range(rank * num_heads, (rank + 1) * num_heads)
-    starts, whole = [0, *accumulate(sizes)], sum(sizes)
-    return torch.cat([weight[h * whole + a : h * whole + b] for a, b in pairwise(starts) for h in heads])
+        parts = weight.split([self.num_key_heads * rows for rows in self.rows_of_key_head])
+        return torch.cat([part.unflatten(0, (self.num_key_heads, -1)) for part in parts], 1).flatten(0, 1)
 
 
 class Qwen3_5ForCausalLM(HybridForCausalLM):

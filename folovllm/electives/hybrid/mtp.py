@@ -63,9 +63,7 @@ class MtpHead(nn.Module):
         counts = [getattr(config, name, None) for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
         count = next((count for count in counts if count is not None), 1)
         if count != 1:
-            raise ValueError(
-                f"{file} says that the head has {count!r} layers, and only heads of one layer are known here"
-            )
+            raise ValueError(f"{file} says that the head has {count!r} layers, and only heads of one layer are known")
         if getattr(config, "mtp_use_dedicated_embeddings", False):
             raise ValueError(
                 f"{file}: mtp_use_dedicated_embeddings is true, and only heads with the model's embedding are known"
@@ -73,17 +71,33 @@ class MtpHead(nn.Module):
         if setup.config.random_weights:
             return
         with torch.device("meta"):
-            head = MtpHead(config, PLAIN_LAYERS, 1)
-        places, stored = checkpoint_places(head), stored_shapes(head, path)  # type: ignore[arg-type]
-        if not stored:
+            head: Any = MtpHead(config, PLAIN_LAYERS, 1)
+        wanted = {name: list(place.view.shape) for name, place in checkpoint_places(head).items()}
+        if not (stored := head.stored_shapes(path)):
             raise ValueError(
                 f'method "mtp" needs a checkpoint that holds a head, and no tensor in {path} begins with "mtp."'
             )
-        shapes = {name: list(place.view.shape) for name, place in places.items()}
-        for name in sorted(shapes.keys() | stored.keys()):
-            if shapes.get(name) != stored.get(name):
-                found, wanted = stored.get(name, "missing"), shapes.get(name, "no such tensor")
-                raise ValueError(f"the head in {path}: {PREFIX + name!r} is {found}, and config.json asks for {wanted}")
+        for name in sorted(wanted.keys() | stored.keys()):
+            found, asked = stored.get(name, "missing"), wanted.get(name, "no such tensor")
+            if found != asked:
+                raise ValueError(f"the head in {path}: {PREFIX + name!r} is {found}, and config.json asks for {asked}")
+
+    def stored_shapes(self, path: Path) -> dict[str, list[int]]:
+        """Return the shapes of the head's tensors in a checkpoint, by our names. Only headers are read.
+
+        Raises ValueError for quantized weights, and for a stack of experts with a wrong shape.
+        """
+        shapes: dict[str, list[int]] = {}
+        for file in checkpoint_files(path):
+            with opened(file) as handle:
+                for name in (name for name in handle.keys() if name.startswith(PREFIX)):  # noqa: SIM118  # no dict
+                    stored = handle.get_slice(name)
+                    with reading(file, name):
+                        if (dtype := stored.get_dtype()) not in FLOATS:
+                            raise ValueError(f"it is stored as {dtype}, and only heads in floating point are known")
+                        empty = torch.empty(stored.get_shape(), device="meta")
+                        shapes |= {part: list(tensor.shape) for part, tensor in self.local_tensors(name, empty)}
+        return shapes
 
     @classmethod
     def load(cls, setup: EngineSetup, path: Path, target: LlamaForCausalLM, layers: LayerSet) -> MtpHead:
@@ -134,21 +148,3 @@ class MtpHead(nn.Module):
         """Return logits [S, V], by the model's own vocabulary head."""
         logits: torch.Tensor = self._target[0].lm_head(hidden)
         return logits
-
-
-def stored_shapes(head: MtpHead, path: Path) -> dict[str, list[int]]:
-    """Return the shapes of the head's tensors in a checkpoint, by our names. Only headers are read.
-
-    Raises ValueError for quantized weights, and for a stack of experts with a wrong shape.
-    """
-    found: dict[str, list[int]] = {}
-    for file in checkpoint_files(path):
-        with opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                stored = handle.get_slice(name)
-                with reading(file, name):
-                    own = dict(head.local_tensors(name, torch.empty(stored.get_shape(), device="meta")))
-                    if own and (dtype := stored.get_dtype()) not in FLOATS:
-                        raise ValueError(f"it is stored as {dtype}, and only heads in floating point are known here")
-                found |= {part: list(tensor.shape) for part, tensor in own.items()}
-    return found

@@ -7,7 +7,7 @@ at the end of a block. It belongs to that block, is found by its serial number, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -110,19 +110,19 @@ class SnapshotCache:
 class SnapshotPrefixCache(PrefixCache):
     """A prefix cache whose blocks take their snapshots with them when they are evicted."""
 
-    def __init__(self, block_size: int, events: Events | None, snapshots: SnapshotCache) -> None:
+    def __init__(self, block_size: int, events: Events, num_snapshots: int) -> None:
         super().__init__(block_size, events)
-        self._snapshots = snapshots
+        self.snapshots = SnapshotCache(num_snapshots, events)
 
     def forget(self, block: Block) -> None:
         """Evict what a block holds, and its snapshot."""
-        self._snapshots.evict(block.serial)
+        self.snapshots.evict(block.serial)
         super().forget(block)
 
 
 def with_snapshots(
     setup: EngineSetup, tokens_of_step: TokensOfStep
-) -> tuple[Callable[..., SnapshotBlockManager], TokensOfStep]:
+) -> tuple[partial[SnapshotBlockManager], TokensOfStep]:
     """What makes the cache manager of a model with states; and `tokens_of_step` for it: a step ends where a snapshot is due."""
     interval = -(-setup.config.snapshot_interval // setup.block_size) * setup.block_size  # a whole number of blocks
     make = partial(SnapshotBlockManager, num_snapshots=num_snapshots(setup), interval=interval)
@@ -148,25 +148,24 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         """`interval`: tokens between snapshots, a multiple of `block_size`."""
         super().__init__(num_blocks, block_size, events)
         self.interval = interval
-        self.snapshots = SnapshotCache(num_snapshots, self.events)
-        self.prefix_cache = SnapshotPrefixCache(block_size, self.events, self.snapshots)
-        # By seq_id: tokens and slot of each snapshot that a step in flight saves.
+        self.prefix_cache: SnapshotPrefixCache = SnapshotPrefixCache(block_size, self.events, num_snapshots)
+        self.snapshots = self.prefix_cache.snapshots
+        # By seq_id: tokens and slot of each snapshot that a scheduled step saves, until others can find it.
         self._pending: dict[int, list[tuple[int, int]]] = {}
-        # By seq_id, for the step that is being scheduled: the slots that it loads and saves.
-        self._loads: dict[int, int] = {}
-        self._saves: dict[int, int] = {}
+        self._loads: dict[int, int] = {}  # by seq_id: the slot that the step which is being scheduled loads
 
     def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:
-        """Return the copies of states that a step makes, under `STATES`; None if it makes none. Each copy is returned once.
+        """Return the copies of states that a step makes, under `STATES`; None if it makes none.
 
         They are [n, 3] int32: index in the step, snapshot to load, snapshot to save. NO_SNAPSHOT stands for none.
         """
-        loads, saves = self._loads, self._saves
-        copies = [
-            (i, loads.pop(scheduled.seq_id, NO_SNAPSHOT), saves.pop(scheduled.seq_id, NO_SNAPSHOT))
-            for i, scheduled in enumerate(scheduled_seqs)
-            if scheduled.seq_id in loads or scheduled.seq_id in saves
-        ]
+        copies = []
+        for i, scheduled in enumerate(scheduled_seqs):
+            load, save = self._loads.pop(scheduled.seq_id, NO_SNAPSHOT), NO_SNAPSHOT
+            if (pending := self._pending.get(scheduled.seq_id)) and pending[-1][0] > scheduled.start:
+                save = pending[-1][1]
+            if max(load, save) > NO_SNAPSHOT:
+                copies.append((i, load, save))
         return {STATES: np.array(copies, np.int32)} if copies else None
 
     def usable(self, seq: Sequence, found: list[Block]) -> list[Block]:
@@ -187,14 +186,13 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
             return False
         border = (seq.num_computed_tokens + num_new_tokens) // self.interval * self.interval
         if border > seq.num_computed_tokens and (slot := self.snapshots.allocate()) is not None:
-            self._saves[seq.seq_id] = slot
             self._pending.setdefault(seq.seq_id, []).append((border, slot))
         return True
 
     def truncate(self, seq: Sequence) -> None:
         """Take back blocks behind the computed tokens, and the slots of snapshots in which a rejected token counts."""
         super().truncate(seq)
-        pending = self._pending.get(seq.seq_id, [])
+        pending = self._pending.get(seq.seq_id)
         while pending and pending[-1][0] > seq.num_computed_tokens:
             self.snapshots.free(pending.pop()[1])
 
@@ -206,7 +204,7 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
     def cache_blocks(self, seq: Sequence) -> None:
         """Hash the blocks that are written, and let others find the snapshots at their ends."""
         super().cache_blocks(seq)
-        pending, serials = self._pending.get(seq.seq_id, []), self.prefix_cache.serials(seq)
+        pending, serials = self._pending.get(seq.seq_id), self.prefix_cache.serials(seq)
         while pending and pending[0][0] <= len(serials) * self.block_size:
             num_tokens, slot = pending.pop(0)
             serial, num_known = serials[num_tokens // self.block_size - 1], len(self.snapshots)
@@ -219,5 +217,4 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         for _, slot in self._pending.pop(seq.seq_id, ()):
             self.snapshots.free(slot)
         self._loads.pop(seq.seq_id, None)
-        self._saves.pop(seq.seq_id, None)
         super().free(seq)

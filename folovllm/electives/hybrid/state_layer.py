@@ -58,17 +58,21 @@ def lacks_initial_state(batch: ForwardBatch) -> torch.Tensor:
     return batch.seq_lens - batch.query_start_loc.diff() <= 0
 
 
+def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
+    """The layers that keep a state for each sequence, without weights."""
+    return layers_of(build_model(config, dtype, "meta", max_model_len=1))
+
+
+def layers_of(model: nn.Module) -> list[StateLayer]:
+    """The layers of a model that keep a state."""
+    return [module for module in model.modules() if isinstance(module, StateLayer)]
+
+
 def num_snapshots(setup: EngineSetup) -> int:
     """Return how many snapshots of states are kept; 0 if prefixes are not cached, or no layer keeps a state."""
     if not (setup.config.enable_prefix_caching and num_linear_of(setup.hf_config)):
         return 0
     return setup.config.num_snapshots or max(16, setup.max_num_seqs)
-
-
-def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
-    """The layers that keep a state for each sequence, without weights."""
-    model = build_model(config, dtype, "meta", max_model_len=1)
-    return [module for module in model.modules() if isinstance(module, StateLayer)]
 
 
 class StatePool:
@@ -80,10 +84,8 @@ class StatePool:
 
     def __init__(self, setup: EngineSetup, model: nn.Module, free: int) -> None:
         """Allocate the slots, and bind each layer to its part. Raises ValueError if they take more than `free` bytes."""
-        layers = [module for module in model.modules() if isinstance(module, StateLayer)]
-        self._first_snapshot = setup.max_num_seqs + 1
+        layers, self._first_snapshot = layers_of(model), setup.max_num_seqs + 1
         slots = self._first_snapshot + num_snapshots(setup)
-        shapes = layers[0].state_shapes() if layers else ()
         needed = slots * sum(layer.state_bytes for layer in layers)
         on_gpu, config = setup.device.type == "cuda", setup.config
         if not (on_gpu or config.num_kv_blocks):  # else the cache has a size of its own
@@ -94,10 +96,11 @@ class StatePool:
                 f"max_num_seqs or num_snapshots{'' if on_gpu else ', or raise kv_cache_memory'}"
             )
         self.tensors = [
-            torch.zeros(len(layers), slots, *shape, dtype=dtype, device=setup.device) for shape, dtype in shapes
+            torch.zeros(len(layers), slots, *shape, dtype=dtype, device=setup.device)
+            for shape, dtype in (layers[0].state_shapes() if layers else ())
         ]  # [L, slots, ...]
-        for i, layer in enumerate(layers):
-            layer.states = tuple(tensor[i] for tensor in self.tensors)
+        for layer, *states in zip(layers, *self.tensors, strict=True):
+            layer.states = tuple(states)
 
     @property
     def num_bytes(self) -> int:
@@ -107,14 +110,14 @@ class StatePool:
     def load(self, extras: Extras, rows: Sequence[int] | Int32) -> None:
         """Copy snapshots to `rows` [S], before a step with these extras."""
         if (copies := extras.get(STATES)) is not None:
-            index, loads, _ = copies.T
-            self._copy(self._first_snapshot + loads[loads >= 0], np.asarray(rows)[index[loads >= 0]])
+            index, loads, _ = copies[copies[:, 1] >= 0].T
+            self._copy(self._first_snapshot + loads, np.asarray(rows)[index])
 
     def save(self, extras: Extras, rows: Sequence[int] | Int32) -> None:
         """Copy `rows` [S] to snapshots, after such a step."""
         if (copies := extras.get(STATES)) is not None:
-            index, _, saves = copies.T
-            self._copy(np.asarray(rows)[index[saves >= 0]], self._first_snapshot + saves[saves >= 0])
+            index, _, saves = copies[copies[:, 2] >= 0].T
+            self._copy(np.asarray(rows)[index], self._first_snapshot + saves)
 
     def _copy(self, source: Int32, target: Int32) -> None:
         if not len(source):

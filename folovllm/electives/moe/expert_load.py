@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from folovllm.models.model_config import num_experts_of
 
@@ -15,17 +14,7 @@ if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
 
 
-class ExpertLoad(nn.Module):
-    """The hook that all layers of a model call with their routing. This one counts nothing."""
-
-    def record(self, experts: torch.Tensor) -> None:
-        """Record the routing of the next layer, [T, k] numbers of experts among those of all ranks."""
-
-    def end(self, slots: torch.Tensor) -> None:
-        """End a step. slots: [T], -1 for padding of a captured step."""
-
-
-class CountedLoad(ExpertLoad):
+class ExpertLoad:
     """Adds a step's routing to `counts` [L, E] int64. It can be captured, since nothing here waits for the device.
 
     The choices of all layers are added at the end of a step, by a few kernels in all. Every rank sees all tokens and counts
@@ -34,16 +23,16 @@ class CountedLoad(ExpertLoad):
 
     def __init__(self, config: PretrainedConfig, counters: dict[str, torch.Tensor]) -> None:
         """`counters` get the counts under the name "experts" (`LayerSet.counters`)."""
-        super().__init__()
         self.counts = torch.zeros(config.num_hidden_layers, num_experts_of(config), dtype=torch.int64)
         counters["experts"] = self.counts
         self._chosen: list[torch.Tensor] = []  # by the layers of this step so far, [T, k] each
 
     def record(self, experts: torch.Tensor) -> None:
+        """Record the routing of the next layer, [T, k] numbers of experts among those of all ranks."""
         self._chosen.append(experts)
 
     def end(self, slots: torch.Tensor) -> None:
-        """Add the choices of a step. Numbers of no expert, which NaN may lead to, are not counted."""
+        """Add the choices of a step; slots [T] are -1 for padding. Numbers of no expert, which NaN may lead to, are not counted."""
         newest = self._chosen[-len(self.counts) :]  # a step that failed may have left some before
         chosen = torch.stack(newest)  # [L, T, k]
         self._chosen.clear()

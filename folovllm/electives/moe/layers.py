@@ -7,23 +7,22 @@ but for the torch path of `Experts`, which only runs where steps are not capture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from folovllm.electives.moe.expert_load import ExpertLoad
-from folovllm.electives.moe.shapes import expert_size_of
+from folovllm.electives.moe.experts import Experts, expert_linear_methods
 from folovllm.layers.activation import SiluAndMul
-from folovllm.layers.fusable import FusablePlain, RankSum
+from folovllm.layers.fusable import RankSum
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from folovllm.models.model_config import UnsupportedModel, num_experts_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from folovllm.electives.moe.expert_load import ExpertLoad
 
 
 def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,64 +72,6 @@ def combine(answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.einsum("tkh,tk->th", answers.float(), weights.float()).to(answers.dtype)
 
 
-class SharedWeight(FusablePlain):
-    """Keeps the weight in a tensor that is there already: one expert's part of the stack of all of them."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-
-    def create(self, layer: LinearBase) -> None:
-        """Make a parameter that shares the memory."""
-        layer.weight = nn.Parameter(self.weight)
-
-
-class Expert(nn.Module):
-    """One MLP. Its weights are views [2I, H] and [H, I], so a checkpoint's names lead to them as to any layer's."""
-
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        super().__init__()
-        hidden, inner = down.shape
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner] * 2, linear_method=SharedWeight(gate_up))
-        self.down_proj = RowParallelLinear(inner, hidden, linear_method=SharedWeight(down))
-        self.act_fn = SiluAndMul()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> [n, H]."""
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
-
-
-class Experts(nn.ModuleDict):
-    """The experts that this rank holds, by their numbers; their weights lie in two stacks, [E, 2I, H] and [E, H, I]."""
-
-    def __init__(self, held: range, num_experts: int, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.is_part = len(held) < num_experts
-        self.gate_up, self.down = torch.empty(len(held), 2 * inner, hidden), torch.empty(len(held), hidden, inner)
-        self.update({str(e): Expert(self.gate_up[i], self.down[i]) for i, e in enumerate(held)})
-
-    def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Run the experts one after the other: x [T, H] -> the output for each pair (token, expert) [T * k, H].
-
-        `order` and `starts` are those of `sort_by_expert`. The output for an expert of another rank is zeros.
-        """
-        return run_one_by_one(self.values(), x, order, starts)
-
-
-def run_one_by_one(
-    experts: Iterable[Callable[[torch.Tensor], torch.Tensor]],
-    x: torch.Tensor,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-) -> torch.Tensor:
-    """Return what `Experts.forward` does, [T * k, H]. `experts` are functions [n, H] -> [n, H], run one after the other."""
-    answers, top_k = x.new_zeros(len(order), x.shape[1]), len(order) // max(1, len(x))
-    for expert, (first, end) in zip(experts, pairwise(starts.tolist()), strict=True):
-        if first < end:
-            pairs = order[first:end]
-            answers[pairs] = expert(x[pairs // top_k])
-    return answers
-
-
 class SharedExpert(nn.Module):
     """An MLP that every token asks, beside the k of its own choice; a gate says how much it counts (Qwen2-MoE)."""
 
@@ -160,8 +101,15 @@ def experts_of_rank(config: PretrainedConfig, ranks: RankSum) -> range:
     return range(ranks.rank * count, (ranks.rank + 1) * count)
 
 
+def expert_size_of(config: PretrainedConfig) -> int:
+    """Return I, the intermediate size of one expert. Qwen's configs keep it beside a dense MLP's, Mixtral's in its place."""
+    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
 class MoE(nn.Module):
     """Stands in the place of a decoder layer's MLP."""
+
+    load: ExpertLoad | None = None  # counts how often each expert is asked
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
         super().__init__()
@@ -169,31 +117,32 @@ class MoE(nn.Module):
             raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
         hidden, num_experts = config.hidden_size, num_experts_of(config)
         self.top_k, self.normalise = config.num_experts_per_tok, getattr(config, "norm_topk_prob", True)
-        self.sum, self.load = layers.make(RankSum), layers.make(ExpertLoad)
+        self.sum = layers.make(RankSum)
         self.held = experts_of_rank(config, self.sum)
         # Whole on every rank.
         self.gate = LinearBase(hidden, [num_experts], linear_method=layers.linear_method_of("mlp.gate"))
-        self.experts = layers.make(Experts, self.held, num_experts, hidden, expert_size_of(config))
+        methods = expert_linear_methods(layers, num_experts)
+        self.experts = layers.make(Experts, self.held, num_experts, hidden, expert_size_of(config), methods)
         self.shared_expert = self.shared_expert_gate = None
         if getattr(config, "shared_expert_intermediate_size", None):
             self.shared_expert = SharedExpert(config, layers)
-            self.shared_expert_gate = LinearBase(
-                hidden, [1], linear_method=layers.linear_method_of("mlp.shared_expert_gate")
-            )
+            method = layers.linear_method_of("mlp.shared_expert_gate")
+            self.shared_expert_gate = LinearBase(hidden, [1], linear_method=method)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        weights, order, starts = self.choose(x)
+        weights, experts, order, starts = self.choose(x)
+        if self.load is not None:
+            self.load.record(experts)
         result = self.combine(self.experts(x, order, starts).view(len(x), self.top_k, x.shape[1]), weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             result = result + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return self.sum(result)
 
-    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, H] -> the weights of each token's experts [T, k], and the pairs' `order` and `starts` (`sort_by_expert`)."""
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, H] -> weights and numbers of each token's experts, two [T, k], and the pairs' `order` and `starts` (`sort_by_expert`)."""
         weights, experts = route(self.gate(x), self.top_k, self.normalise)
-        self.load.record(experts)
-        return weights, *sort_by_expert(experts - self.held.start, len(self.held))
+        return weights, experts, *sort_by_expert(experts - self.held.start, len(self.held))
 
     def combine(self, answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Answers [T, k, H] and weights [T, k] -> [T, H]."""

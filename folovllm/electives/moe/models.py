@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from torch import nn
-
 from folovllm.distributed.sharding import EXPERTS, Weight
-from folovllm.electives.moe.expert_load import CountedLoad, ExpertLoad
-from folovllm.electives.moe.layers import Experts, MoE
-from folovllm.electives.moe.quantized import QuantizedExperts, expert_linear_methods
-from folovllm.electives.moe.shapes import expert_shapes as expert_shapes  # for `plugins.EXPERTS`
-from folovllm.electives.moe.shapes import expert_size_of
+from folovllm.electives.moe.expert_load import ExpertLoad
+from folovllm.electives.moe.experts import Experts
+from folovllm.electives.moe.layers import MoE, expert_size_of
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from folovllm.models.model_config import UnsupportedModel, num_experts_of
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
+from folovllm.models.shapes import Shapes, mlp_shapes
 from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -34,62 +31,58 @@ def keep_experts_whole(name: str, weight: Weight, shard: Callable[[str, Weight],
     return weight[:] if EXPERTS in name else shard(name, weight)
 
 
-def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
-    """Return the mixture of experts in place of an MLP, of the layer set's kind."""
-    if (methods := expert_linear_methods(layers, num_experts_of(config))) is not None:
-        layers = layers.having({Experts: partial(layers.replacements.get(QuantizedExperts, QuantizedExperts), methods)})
-    return layers.make(MoE, config, layers)
+def expert_shapes(config: PretrainedConfig) -> Shapes:
+    """The shapes of one expert's linear layers, which stands for all; none in a model without."""
+    return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
 
 
 def check_experts(config: PretrainedConfig) -> None:
     """Raise ValueError, which names the field, if a token cannot be routed to as many experts as the configuration says."""
     count, top_k = num_experts_of(config), getattr(config, "num_experts_per_tok", None)
     field = "num_experts" if getattr(config, "num_experts", None) is not None else "num_local_experts"
+    where = "in the model's configuration, and must be"
     if not 1 <= count <= MOST_EXPERTS:
-        raise ValueError(
-            f"{field} is {count} in the model's configuration, and must be at least 1, at most {MOST_EXPERTS:,}"
-        )
+        raise ValueError(f"{field} is {count} {where} at least 1, at most {MOST_EXPERTS:,}")
     if not isinstance(top_k, int) or not 1 <= top_k <= count:
-        raise ValueError(
-            f"num_experts_per_tok is {top_k!r} in the model's configuration, and must be between 1 and {field}, {count}"
-        )
+        raise ValueError(f"num_experts_per_tok is {top_k!r} {where} between 1 and {field}, {count}")
 
 
 class MoeForCausalLM(LlamaForCausalLM):
     """`LlamaForCausalLM`, and in the place of each MLP a mixture of experts."""
 
+    load: ExpertLoad | None = None
+
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
             raise UnsupportedModel("layers with experts among layers without are not supported: all must have them")
         check_experts(config)
-        # All layers record in this one.
-        load = ExpertLoad() if layers.counters is None else CountedLoad(config, layers.counters)
         if layers.kernels:
             from folovllm.electives.moe.fused import EXPERT_KERNELS  # here, for not every machine has Triton
 
             layers = layers.having(EXPERT_KERNELS)
         # The router and the experts read one normed stream, so the norm's weights cannot move into a projection.
-        own: dict[Any, Callable[..., nn.Module]] = {
-            LlamaMLP: choose_moe,
-            LlamaDecoderLayer: LlamaDecoderLayer,
-            ExpertLoad: lambda: load,
-        }
+        own: dict[Any, Any] = {LlamaMLP: layers.replacements.get(MoE, MoE), LlamaDecoderLayer: LlamaDecoderLayer}
+        load = None if layers.counters is None else ExpertLoad(config, layers.counters)
         super().__init__(config, layers.having(own), max_model_len)
-        self.load = load
+        moes = [cast(MoE, cast(LlamaDecoderLayer, layer).mlp) for layer in self.model.layers]
+        for part in (self, *moes):
+            part.load = load
+        self.held = moes[0].held
         self.has_stacks = False  # whether the checkpoint has a layer's experts in one tensor
-        whole = 1 if getattr(config, "expert_parallel", False) else self.moe().sum.size
+        whole = 1 if getattr(config, "expert_parallel", False) else moes[0].sum.size
         count, inner, hidden = num_experts_of(config), expert_size_of(config) * whole, config.hidden_size
         self.stacks = {"gate_up_proj": [count, 2 * inner, hidden], "down_proj": [count, hidden, inner]}
-        held = self.moe().held
-        stacks = {  # of experts in codes
-            "gate_ups": [f"{e}.{part}" for e in held for part in self.packed_modules_mapping["gate_up_proj"]],
-            "downs": [f"{e}.down_proj" for e in held],
+        parts = self.packed_modules_mapping["gate_up_proj"]
+        stacks = {
+            "gate_ups": [f"{e}.{part}" for e in self.held for part in parts],
+            "downs": [f"{e}.down_proj" for e in self.held],
         }
         self.packed_modules_mapping = {**self.packed_modules_mapping, **stacks}
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         hidden = super().forward(batch)
-        self.load.end(batch.slot_mapping)
+        if self.load is not None:
+            self.load.end(batch.slot_mapping)
         return hidden
 
     def local_name(self, name: str) -> str | None:
@@ -99,7 +92,7 @@ class MoeForCausalLM(LlamaForCausalLM):
             return named
         number = named.partition(EXPERTS)[2].split(".")[0]
         self.has_stacks = number in self.stacks
-        return None if number.isdecimal() and int(number) not in self.moe().held else named
+        return None if number.isdecimal() and int(number) not in self.held else named
 
     def local_tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Take a stack of all experts apart (Qwen3.5). Raises ValueError if it has another shape."""
@@ -111,7 +104,7 @@ class MoeForCausalLM(LlamaForCausalLM):
             if list(whole.shape) != self.stacks[leaf]:
                 raise ValueError(f"{name!r} has shape {list(whole.shape)}, the model expects {self.stacks[leaf]}")
             parts = self.packed_modules_mapping.get(leaf, [leaf])
-            for e in self.moe().held:
+            for e in self.held:
                 for part, weight in zip(parts, whole[e].chunk(len(parts)), strict=True):
                     yield f"{before}{EXPERTS}{e}.{part}.weight", weight
 
@@ -125,12 +118,9 @@ class MoeForCausalLM(LlamaForCausalLM):
         before, experts, own = name.partition(EXPERTS)
         if not experts or not self.has_stacks:
             return super().stored_weight(name, weight)
-        stacks = cast(Experts, self.get_submodule(f"{before}{EXPERTS}".rstrip(".")))
-        return stacks.down if "down_proj" in own else stacks.gate_up
-
-    def moe(self) -> MoE:
-        """Return the mixture of experts of the first layer; all are alike."""
-        return cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)
+        held = cast(Experts, self.get_submodule(f"{before}{EXPERTS}".rstrip(".")))
+        leaf, stack = ("down_proj", held.downs) if "down_proj" in own else ("gate_up_proj", held.gate_ups)
+        return stack.weight.view(self.stacks[leaf])
 
 
 @cache

@@ -273,7 +273,7 @@ class Quantized(FusableLinearMethod):
         self, layer: LinearBase, x: torch.Tensor, num_experts: int, order: torch.Tensor, starts: torch.Tensor,
         gated: bool = False, out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Multiply each token by the matrices of its experts, which are the parts of `layer` (`moe.quantized`)."""
+        """Multiply each token by the matrices of its experts, which are the parts of `layer` (`moe.experts`)."""
         from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
 
         return grouped_quant(x, self.weight_of(layer), num_experts, order, starts, gated, out)

@@ -1,16 +1,16 @@
-"""Experts whose weights are quantized, by the linear methods of `layers.linear_method`, as far as these allow it."""
+"""The experts of a layer in two stacks, and what a stack of any weights must do: plain ones here, quantized ones in X2."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Protocol, cast
+from itertools import pairwise
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.electives.moe.layers import run_one_by_one
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.fusable import ALL, FusablePlain
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, LinearMethod
 
@@ -22,7 +22,7 @@ class StackedLinearMethod(Protocol):
         """Raise ValueError unless the parts of `layer` can be used one by one. The message completes a sentence."""
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ...) -> torch.Tensor:
-        """W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy. Works after `check_stack`."""
+        """W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy or a view. Works after `check_stack`."""
 
     def grouped_product(
         self,
@@ -47,10 +47,31 @@ class StackedLinearMethod(Protocol):
         """
 
 
-class ExpertStack(LinearBase):
-    """One projection of all experts, as parts of one merged layer: codes and scales of one expert after those of another.
+class PlainStack(FusablePlain):
+    """Plain weights as a `StackedLinearMethod`."""
 
-    So a linear method creates, fills, cuts and arranges it as any layer, and a kernel finds each expert in it.
+    def check_stack(self, layer: LinearBase) -> None:
+        """Any stack can be used."""
+
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
+        return layer.weight.view(len(layer.output_sizes), -1, layer.input_size)[parts].flatten(0, 1)
+
+    def grouped_product(
+        self, layer: LinearBase, x: torch.Tensor, num_experts: int, *pairs: torch.Tensor, **more: Any
+    ) -> torch.Tensor:
+        from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
+
+        return grouped_linear(x, layer.weight.view(num_experts, -1, layer.input_size), *pairs, **more)
+
+
+PLAIN_STACK = PlainStack()
+
+
+class ExpertStack(LinearBase):
+    """One projection of all experts, as parts of one merged layer: the weights of one expert after those of another.
+
+    So a linear method creates, fills, cuts and arranges it as any layer, a checkpoint's names lead to each expert, and a kernel
+    finds each in it.
     """
 
     is_stack = True
@@ -68,11 +89,16 @@ class ExpertStack(LinearBase):
         return cast(StackedLinearMethod, self.linear_method)
 
 
-class QuantizedExperts(nn.Module):
-    """Stands in the place of `Experts`: the experts that this rank holds, in two stacks."""
+class Experts(nn.Module):
+    """The experts that this rank holds, by their numbers; their weights lie in two stacks, [E, 2I, H] and [E, H, I]."""
 
     def __init__(
-        self, linear_methods: tuple[LinearMethod, LinearMethod], held: range, num_experts: int, hidden: int, inner: int
+        self,
+        held: range,
+        num_experts: int,
+        hidden: int,
+        inner: int,
+        linear_methods: tuple[LinearMethod, LinearMethod] = (PLAIN_STACK, PLAIN_STACK),
     ) -> None:
         """`linear_methods` are those of gate and up, and of down."""
         super().__init__()
@@ -82,8 +108,16 @@ class QuantizedExperts(nn.Module):
         self.act_fn = SiluAndMul()
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Run one expert after the other; each is unpacked when it has tokens."""
-        return run_one_by_one([partial(self.run_expert, e) for e in range(self.num_held)], x, order, starts)
+        """Run the experts that have tokens one after the other: x [T, H] -> the output for each pair (token, expert) [T * k, H].
+
+        `order` and `starts` are those of `sort_by_expert`. The output for an expert of another rank is zeros.
+        """
+        answers, top_k = x.new_zeros(len(order), x.shape[1]), len(order) // max(1, len(x))
+        for e, (first, end) in enumerate(pairwise(starts.tolist())):
+            if first < end:
+                pairs = order[first:end]
+                answers[pairs] = self.run_expert(e, x[pairs // top_k])
+        return answers
 
     def run_expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
         """Run expert `e`, counted from this rank's first: [n, H] -> [n, H]."""
@@ -92,8 +126,8 @@ class QuantizedExperts(nn.Module):
         return F.linear(self.act_fn(F.linear(x, gate_up)), down)
 
 
-class GroupedQuantizedExperts(QuantizedExperts):
-    """All experts in two kernels, as `GroupedExperts`."""
+class GroupedExperts(Experts):
+    """All experts in two kernels, which find out on the device who has how many tokens."""
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         gate_ups, downs = self.gate_ups, self.downs
@@ -102,8 +136,8 @@ class GroupedQuantizedExperts(QuantizedExperts):
         return downs.stacked.grouped_product(downs, hidden, self.num_held, order, starts, out=answers)
 
 
-def expert_linear_methods(layers: LayerSet, num_experts: int) -> tuple[LinearMethod, LinearMethod] | None:
-    """Return the linear methods of gate and up, and of down, which all experts of a layer share; None if they are not quantized.
+def expert_linear_methods(layers: LayerSet, num_experts: int) -> tuple[LinearMethod, LinearMethod]:
+    """Return the linear methods of gate and up, and of down, which all experts of a layer share.
 
     Raises ValueError if experts have different ones.
     """
@@ -114,4 +148,4 @@ def expert_linear_methods(layers: LayerSet, num_experts: int) -> tuple[LinearMet
         raise ValueError(
             "all experts of a layer must be quantized in one way, or none of them: one product takes them all"
         )
-    return None if is_plain else (gate_up, down)
+    return (PLAIN_STACK, PLAIN_STACK) if is_plain else (gate_up, down)
