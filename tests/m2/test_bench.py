@@ -157,7 +157,7 @@ def test_what_is_refused_before_any_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message names the option."""
-    for module, name in ((throughput, "bench_throughput"), (ladder, "bench_ladder"), (reuse, "bench_reuse")):
+    for module, name in ((throughput, "bench_throughput"), (ladder, "bench_ladder"), (reuse, "bench_ttft")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("it had begun"))
     with pytest.raises(SystemExit) as exit:
         main(["bench", *command.format(tmp_path).split(), "--model", str(tiny_checkpoint())])

@@ -95,9 +95,9 @@ class TestLoads:
 class TestFigures:
     def test_a_worked_case(self) -> None:
         """Three answers: 1 s and then a token each 0.1 s; 2 s and 0.2 s; one that failed."""
-        quick = Reply(0.0, [1.0, 1.1, 1.2], 3, None, True)
-        slow = Reply(1.0, [3.0, 3.2, 4.0], 6, None, True)
-        found = figures([quick, slow, Reply(1.0, [], 0, "no", True), Reply(3.0)], begin=0.0)
+        quick = Reply(0.0, [1.0, 1.1, 1.2], 3)
+        slow = Reply(1.0, [3.0, 3.2, 4.0], 6)
+        found = figures([quick, slow, Reply(1.0, [], 0, "no")], begin=0.0)
         metrics = {name: metric.median for name, metric in found.items()}
         assert (metrics["answered"], metrics["failed"], metrics["requests"]) == (2, 1, 0.5)
         assert metrics["output tokens"] == pytest.approx(9 / 4)
@@ -105,7 +105,7 @@ class TestFigures:
         assert metrics["TPOT p99"] == pytest.approx(200) and metrics["ITL p99"] == pytest.approx(800)
 
     def test_nothing_was_answered(self) -> None:
-        metrics = figures([Reply(1.0, [], 0, "no", True)], begin=1.0)
+        metrics = figures([Reply(1.0, [], 0, "no")], begin=1.0)
         assert {name: metric.median for name, metric in metrics.items()} == {"answered": 0, "failed": 1}
 
 
