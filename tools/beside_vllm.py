@@ -19,13 +19,12 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from folovllm.apps.bench.contenders import GEOMETRIES, write_geometry
 from folovllm.apps.bench.workload import load_workload, mixed_workload
+from tools.gpu import parser_of, random_weights
 
 WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
     **{f"{n} at once": (n, 512, 256) for n in (1, 4, 16, 64, 256)},
@@ -100,15 +99,6 @@ def start(engine: str, model: Path, args: argparse.Namespace) -> tuple[Any, type
     if args.speculate and not args.plain:
         asked["speculative_config"] = speculation(engine, args.speculate, model)
     return LLM(model=str(model), **asked, **COMMON, **own), SamplingParams
-
-
-def write_model(geometry: str, weights: dict[str, Any] | None, folder: Path) -> Path:
-    """Write the configuration of a model of this shape, whose weights are in this format (`quantization_config`)."""
-    model = write_geometry(geometry, folder)
-    if weights is not None:
-        config = json.loads((model / "config.json").read_text()) | {"quantization_config": weights}
-        (model / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return model
 
 
 def write_head(model: Path) -> Path:
@@ -224,8 +214,7 @@ def print_steps(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run both engines, or one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
+    parser = parser_of(__doc__, "qwen3-0.6b")
     parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--weights", choices=WEIGHTS, help="16 bits without")
@@ -238,9 +227,9 @@ def main() -> None:
     args.works = args.works or ([*STEPS] if args.speculate else [*WORKS, BURST, NANO])
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if args.engine:
-        with tempfile.TemporaryDirectory() as folder:
-            weights = WEIGHTS[args.weights] if args.weights else None
-            serve(args.engine, write_model(args.geometry, weights, Path(folder)), args)
+        changes = {"quantization_config": WEIGHTS[args.weights]} if args.weights else {}
+        with random_weights(args.geometry, changes) as fields:
+            serve(args.engine, Path(fields["model"]), args)
         return
     if args.speculate:
         print_steps(args)
