@@ -131,7 +131,7 @@ def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
     loads = load_workload("mixed", 128), [Point(clients=1), Point(clients=64)]
     with random_weights("qwen3-0.6b") as fields:
         command = [sys.executable, "-m", "folovllm", "serve", fields["model"], "--random-weights"]
-        command += "--tokenizer stories-5m --port 0 --num-kv-blocks 8192 --max-model-len 4096".split()
+        command += ["--tokenizer", "stories-5m", "--port", "0", "--num-kv-blocks", "8192", "--max-model-len", "4096"]
         for _, i in in_turns(range(len(trees)), pairs):
             with serving(command, env=environment(trees[i]), cwd=trees[i]) as url:
                 for run in sweep(server_at(url), *loads)[0].runs:

@@ -105,7 +105,9 @@ def measure_prefix(model: dict[str, Any], gib: int) -> None:
             print_row(name, *(rate / 1e9 for rate in rates))
         print_row("  of the link", *(f"{own / link:.0%}" for own, link in zip(copies, links, strict=True)))
         computed, loaded, equal = rounds_of_prefixes(engine)
-        print_row(f"  first token of {PREFIX:,} tokens", "ms computed", "from the host", "ratio", "its MB", "ms on the link")
+        print_row(
+            f"  first token of {PREFIX:,} tokens", "ms computed", "from the host", "ratio", "its MB", "ms on the link"
+        )
         print_row("", 1e3 * computed, 1e3 * loaded, computed / loaded, num_bytes / 1e6, 1e3 * num_bytes / links[0])
         host = connector.rates["host"] / 1e9
         print(f"  the engine thinks: {connector.compute_rate:,.0f} tokens/s computed, {host:.1f} GB/s from the host")

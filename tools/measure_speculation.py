@@ -49,7 +49,9 @@ class Answers:
     """The answers to some requests, and how long they took."""
 
     token: float  # seconds a token, of the whole
-    behind_first: float  # seconds a token, on average over the tokens behind the first one of each answer, by the wall clock
+    behind_first: (
+        float  # seconds a token, on average over the tokens behind the first one of each answer, by the wall clock
+    )
     step: float  # seconds a step
     texts: list[list[int]]
 
@@ -104,7 +106,11 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="always propose as many tokens")
     parser.add_argument("--sets", nargs="*", default=["repetitive", "plain"])
     args = parser.parse_args()
-    common: dict[str, Any] = {"use_tqdm": False, "max_num_seqs": max(8, *args.batches), "tensor_parallel_size": args.gpus}
+    common: dict[str, Any] = {
+        "use_tqdm": False,
+        "max_num_seqs": max(8, *args.batches),
+        "tensor_parallel_size": args.gpus,
+    }
     chance = common | {"num_kv_blocks": 8192, "max_model_len": 2048}  # two such engines fit on a card
     given = random_weights(args.geometry, **chance) if args.geometry else nullcontext(common | {"model": args.model})
     with given as fields, LLM(**fields) as plain:

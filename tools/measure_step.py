@@ -107,7 +107,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="GPUs of an engine")
     parser.add_argument("--num-seqs", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="; ".join(KINDS))
-    parser.add_argument("--prompts", nargs="*", default=[], help="tokens of a prompt, or 8x2048: of eight that come together")
+    parser.add_argument(
+        "--prompts", nargs="*", default=[], help="tokens of a prompt, or 8x2048: of eight that come together"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     engines: dict[str, LLMEngine] = {}
@@ -125,7 +127,10 @@ def main() -> None:
         for number, name in in_turns(list(engines), args.rounds):
             for point, measure in points.items():
                 times[point][name].append(measure(engines[name]))
-            print(f"{number} {name}: " + ", ".join(f"{of_engines[name][-1]:.3f}" for of_engines in times.values()), flush=True)
+            print(
+                f"{number} {name}: " + ", ".join(f"{of_engines[name][-1]:.3f}" for of_engines in times.values()),
+                flush=True,
+            )
     for point, of_engines in times.items():
         print(f"{point}, ms, and how many times faster than the first")
         first = next(iter(of_engines.values()))
