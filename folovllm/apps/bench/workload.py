@@ -117,31 +117,28 @@ def _nano_vllm(rng: random.Random, count: int | None) -> list[BenchRequest]:
 
 
 WORKLOADS = {"default": _uniform, "latency": _latency, "mixed": _mixed, "nano-vllm": _nano_vllm}
-Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Line(msgspec.Struct):
     """A request in a file: `prompt_len` random tokens, unless they are named."""
 
-    output_len: Count
-    prompt_len: Count = 0
+    output_len: Annotated[int, msgspec.Meta(ge=1)]
+    prompt_len: int = 0
     prompt_token_ids: list[int] = []
 
 
 def _from_file(path: Path, rng: random.Random) -> list[BenchRequest]:
     requests = []
     for number, text in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            line = msgspec.json.decode(text, type=Line)
-            if not (prompt := line.prompt_token_ids or _ids(rng, line.prompt_len)):
-                raise ValueError("a prompt has at least one token")
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is no request: it needs prompt_len (or prompt_token_ids) and output_len, at least 1"
-            ) from error
-        requests.append(BenchRequest(prompt, line.output_len))
+        if text.strip():
+            wrong = f"{path}, line {number} is no request: it needs prompt_len (or prompt_token_ids) and output_len, at least 1"
+            try:
+                line = msgspec.json.decode(text, type=Line)
+            except ValueError as error:
+                raise ValueError(wrong) from error
+            requests.append(BenchRequest(line.prompt_token_ids or _ids(rng, line.prompt_len), line.output_len))
+            if not requests[-1].prompt:
+                raise ValueError(wrong)
     if not requests:
         raise ValueError(f"{path} holds no request")
     return requests
