@@ -9,7 +9,6 @@ alone, so that a run fits into a time limit. Of the other tree it uses the publi
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -17,7 +16,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,9 +23,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from folovllm.apps.bench.contenders import GEOMETRIES, write_geometry
+from folovllm.apps.bench.contenders import GEOMETRIES
 from folovllm.apps.bench.serving import Point, server_at, serving, sweep
 from folovllm.apps.bench.workload import load_workload
+from tools.gpu import in_turns, parser_of, print_row, random_weights
 
 HERE = Path(__file__).resolve().parents[1]
 CHILD = HERE / "tools" / "baseline_child.py"
@@ -102,19 +101,13 @@ def ask(process: subprocess.Popen[str], work: Work, seed: int) -> Figures:
     raise RuntimeError(f"the process of {work} has ended: what it printed stands above")
 
 
-def in_turns(trees: list[Path], pairs: int) -> Iterator[tuple[int, int]]:
-    """Pairs of a turn and a tree's number: the other way round in each second turn."""
-    for turn in range(pairs):
-        yield from ((turn, i) for i in range(len(trees))[:: 1 if turn % 2 else -1])
-
-
 def resident(
     trees: list[Path], name: str, settings: dict[str, Any], works: list[Work], pairs: int
 ) -> Iterator[tuple[int, Figures]]:
     """Figures of works that engines of all trees do in turns; the first turn warms up."""
     with ExitStack() as stack:
         children = [stack.enter_context(child(tree, settings)) for tree in trees]
-        for turn, i in in_turns(trees, pairs + 1):
+        for turn, i in in_turns(range(len(trees)), pairs + 1):
             for work in works:
                 figures = ask(children[i], work, turn)
                 if turn:
@@ -123,7 +116,7 @@ def resident(
 
 def commands(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
     """Seconds of whole processes on a CPU: one that imports the package, and one up to its first token, with its memory then."""
-    for _, i in in_turns(trees, pairs):
+    for _, i in in_turns(range(len(trees)), pairs):
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import folovllm"], env=environment(trees[i]), cwd=trees[i], check=True)
         yield i, {"import folovllm": time.perf_counter() - began}
@@ -136,11 +129,10 @@ def commands(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
 def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
     """Seconds between tokens of a stream over HTTP, with one client and with many; this tree's clients ask both servers."""
     loads = load_workload("mixed", 128), [Point(clients=1), Point(clients=64)]
-    with tempfile.TemporaryDirectory() as folder:
-        model = str(write_geometry("qwen3-0.6b", Path(folder)))
-        command = [sys.executable, "-m", "folovllm", "serve", model, "--random-weights", "--tokenizer", "stories-5m"]
-        command += ["--port", "0", "--num-kv-blocks", "8192", "--max-model-len", "4096"]
-        for _, i in in_turns(trees, pairs):
+    with random_weights("qwen3-0.6b") as fields:
+        command = [sys.executable, "-m", "folovllm", "serve", fields["model"], "--random-weights"]
+        command += ["--tokenizer", "stories-5m", "--port", "0", "--num-kv-blocks", "8192", "--max-model-len", "4096"]
+        for _, i in in_turns(range(len(trees)), pairs):
             with serving(command, env=environment(trees[i]), cwd=trees[i]) as url:
                 for run in sweep(server_at(url), *loads)[0].runs:
                     name = f"served: time a token at {run.config['clients']} clients"
@@ -150,36 +142,32 @@ def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
 def measurements(machine: str, trees: list[Path], pairs: int) -> dict[str, Iterator[tuple[int, Figures]]]:
     """What is measured on a machine, by name."""
     engines = {"cpu": CPU_ENGINES, "gpu": GPU_ENGINES, "gpus": PAIR_ENGINES}[machine]
-    found = {name: resident(trees, name, *spec, pairs) for name, spec in engines.items()}
     whole = {"cpu": {"commands": commands(trees, pairs)}, "gpu": {"served": served(trees, pairs)}}
-    return found | whole.get(machine, {})
+    return {name: resident(trees, name, *spec, pairs) for name, spec in engines.items()} | whole.get(machine, {})
 
 
-def row(name: str, values: list[list[Any]]) -> tuple[str, bool]:
-    """A line of the table, and whether the figure passes. `values`: this tree's, then the other's."""
-    if isinstance(values[0][0], list):
-        same = all(value == values[0][0] for of_tree in values for value in of_tree)
-        return f"{name:52}{'equal' if same else 'NOT EQUAL'}", same
-    new = statistics.median(values[0])
-    if len(values) == 1:
-        return f"{name:52}{new:14.5g}", True
-    low, middle, high = ratio(values[1], values[0])
-    passes = statistics.median(values[1]) / new >= 0.99 or high >= 1
-    numbers = f"{statistics.median(values[1]):14.5g}{new:14.5g}{middle:9.3f} ({low:.3f} to {high:.3f})"
-    return f"{name:52}{numbers}{'' if passes else '  WORSE'}", passes
-
-
-def ratio(old: list[float], new: list[float]) -> tuple[float, float, float]:
-    """Of the pairs: the geometric mean of old / new, between the ends of its 95% interval."""
-    logs = [math.log(a / b) for a, b in zip(old, new, strict=True)]
-    mean = statistics.fmean(logs)
-    half = T[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-    return math.exp(mean - half), math.exp(mean), math.exp(mean + half)
+def row(name: str, new: list[Any], old: list[Any] | None) -> bool:
+    """Print a line of the table; returns whether the figure passes."""
+    if isinstance(new[0], list):
+        passes = all(value == new[0] for value in [*new, *(old or [])])
+        print_row(name, "equal" if passes else "NOT EQUAL")
+    elif old is None:
+        passes = True
+        print_row(name, f"{statistics.median(new):.5g}")
+    else:
+        logs = [math.log(a / b) for a, b in zip(old, new, strict=True)]
+        half = T[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+        low, middle, high = (math.exp(statistics.fmean(logs) + part) for part in (-half, 0.0, half))
+        medians = statistics.median(old), statistics.median(new)
+        passes = medians[0] / medians[1] >= 0.99 or high >= 1
+        interval = f"({low:.3f} to {high:.3f})" + "  WORSE" * (not passes)
+        print_row(name, *(f"{value:.5g}" for value in medians), middle, interval)
+    return passes
 
 
 def main() -> int:
     """Print the table; returns 1 if a figure is worse."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("machine", choices=["cpu", "gpu", "gpus"])
     parser.add_argument("--against", type=Path, help="the root of the other tree")
     parser.add_argument("--pairs", type=int, default=5, choices=range(1, 11))
@@ -189,17 +177,15 @@ def main() -> int:
     measured = measurements(args.machine, trees, args.pairs)
     if unknown := set(args.rows or ()) - set(measured):
         parser.error(f"--rows knows no {', '.join(map(repr, unknown))}: choose from {', '.join(map(repr, measured))}")
-    print(f"{'':52}" + (f"{'old':>14}{'new':>14}{'old / new':>11}" if args.against else f"{'this tree':>14}"))
+    print_row("", *(["old", "new", "old / new"] if args.against else ["this tree"]))
     passes = True
     for name in args.rows or measured:
         values: dict[str, list[list[Any]]] = defaultdict(lambda: [[] for _ in trees])
         for i, found in measured[name]:
             for figure, value in found.items():
                 values[figure][i].append(value)
-        for figure, of_trees in values.items():
-            line, good = row(figure, of_trees)
-            passes &= good
-            print(line, flush=True)
+        for figure, (new, *old) in values.items():
+            passes &= row(figure, new, old[0] if old else None)
     return 0 if passes else 1
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -20,7 +21,7 @@ from folovllm.attention.backends.abstract import AttentionBackend, AttentionConf
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.step.forward_batch import ForwardBatch
-from tools.gpu import card_rates, microseconds, parser_of
+from tools.gpu import card_rates, microseconds, parser_of, print_row
 
 LAYERS = 28
 BACKENDS = ("torch_paged", "flash_attn", "triton")
@@ -92,54 +93,48 @@ class Step:
         self.query = torch.randn(len(lens) * width if decode else sum(lens), 16, 128, **new)
         self.num_bytes = 2 * sum(lens) * 8 * 128 * 2  # of K/V that a decode reads
 
-    def row(self, name: str, bandwidth: float) -> str:
+    def cells(self, name: str, bandwidth: float) -> list[object]:
         """What the backend takes, or why it is left out."""
         try:
             get_backend(name).check_available(self.config)
         except BackendUnavailable as error:
-            return f"{name} left out: {error}"
+            return [f"  left out: {error}"]
         backend = get_backend(name)(self.config)
         us = measure(backend, self.query, self.caches[:1], self.batch)
         cold = measure(backend, self.query, self.caches, self.batch) if len(self.caches) > 1 else us
-        rate = 1e6 * self.num_bytes / us
-        share = f"{rate / 1e12:8.2f} TB/s {rate / bandwidth:5.0%} of copy"
         if not self.decode:  # two products of n^2 / 2 scores each
-            share = f"{sum(2.0 * n * n for n in self.lens) * 16 * 128 / us / 1e6:8.2f} TFLOP/s"
-        return f"{name:12} B={self.config.block_size:<4}{us:10.1f} us  (other caches between: {cold:10.1f}){share}"
+            return [us, cold, f"{sum(2.0 * n * n for n in self.lens) * 16 * 128 / us / 1e6:.2f} TFLOP/s"]
+        rate = 1e6 * self.num_bytes / us
+        return [us, cold, f"{rate / 1e12:.2f} TB/s", f"{rate / bandwidth:.0%} of copy"]
 
 
 def bench_backends(bandwidth: float) -> None:
     """Print a line for each phase, number of sequences, context and backend; no prefill of more than 65,536 tokens."""
-    for phase in ("decode", "prefill"):
-        for context in CONTEXTS:
-            for size in BATCHES:
-                lens = sequence_lengths(size, context)
-                if phase == "decode" or sum(lens) <= MAX_PREFILL_TOKENS:
-                    step = Step(lens, 256, phase == "decode")
-                    for name in BACKENDS:
-                        print(f"{phase:8}{size:4} x {context:9}{step.row(name, bandwidth)}", flush=True)
+    print_row("us a layer", "one cache", "others between")
+    for phase, context, size in product(("decode", "prefill"), CONTEXTS, BATCHES):
+        lens = sequence_lengths(size, context)
+        if phase == "decode" or sum(lens) <= MAX_PREFILL_TOKENS:
+            step = Step(lens, 256, phase == "decode")
+            for name in BACKENDS:
+                print_row(f"{phase} {size} x {context} {name}", *step.cells(name, bandwidth))
 
 
 def bench_verification(bandwidth: float) -> None:
     """Print a decode, and verification by the prefill kernel and by the kernel of its own, for each batch and context."""
     from folovllm.electives.spec_decode.attention import TritonVerifyBackend
 
-    for context in (512, 4096, 32768):
-        for batch in (1, 8, 64):
-            step = Step([context] * batch, 16, width=max(WIDTHS))
-            plain = TritonBackend(step.config)
-            us = measure(plain, step.query[:batch], step.caches, step.batch)
-            share = 1e6 * step.num_bytes / bandwidth
-            print(f"attention {batch:3} x {context:5}: decode {us:8.1f} us {share / us:4.0%}", flush=True)
-            for width in WIDTHS:
-                own = TritonVerifyBackend(step.config, width, batch * width)
-                work = step.query[: batch * width], step.caches, verified(step.batch, width)
-                prefill, took = measure(plain, *work), measure(own, *work)
-                print(
-                    f"  {width:2} tokens each: prefill kernel {prefill:8.1f} us, own {took:8.1f} us "
-                    f"{share / took:4.0%}, {prefill / took:5.2f} x, {took / us:5.2f} of a decode",
-                    flush=True,
-                )
+    print_row("us a layer", "", "of the floor", "own kernel", "of the floor", "prefill / own", "own / decode")
+    for context, batch in product((512, 4096, 32768), (1, 8, 64)):
+        step = Step([context] * batch, 16, width=max(WIDTHS))
+        plain, floor = TritonBackend(step.config), 1e6 * step.num_bytes / bandwidth
+        decode = measure(plain, step.query[:batch], step.caches, step.batch)
+        print_row(f"{batch} x {context}, decode", decode, f"{floor / decode:.0%}")
+        for width in WIDTHS:
+            backend = TritonVerifyBackend(step.config, width, batch * width)
+            work = step.query[: batch * width], step.caches, verified(step.batch, width)
+            prefill, own = measure(plain, *work), measure(backend, *work)
+            shares = f"{floor / prefill:.0%}", own, f"{floor / own:.0%}", prefill / own, own / decode
+            print_row(f"  {width} tokens each, prefill kernel", prefill, *shares)
 
 
 def main() -> None:

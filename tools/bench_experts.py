@@ -19,48 +19,39 @@ from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
 from folovllm.electives.moe.kernels.route import choose, combine
 from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
 from folovllm.electives.quantization.weight import QuantizedWeight
-from tools.gpu import card_rates, microseconds_a_call, parser_of
+from tools.gpu import card_rates, microseconds_a_call, parser_of, print_row
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 SHAPES = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}  # [outputs, inputs] of an expert
 TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 LAYERS, ROUNDS = 6, 4
-FORMATS = {"bf16": "bf16", "fp8": "fp8 block", "int8": "int8", "int4": "int4"}
+FORMATS = ("bf16", "fp8", "int8", "int4")
 Weights = torch.Tensor | QuantizedWeight
 
 
-def weight_of(format: str, outputs: int, inputs: int) -> torch.Tensor | QuantizedWeight:
-    """Made-up weights as the kernels take them."""
+def weights_of(format: str, part: str) -> Weights:
+    """Made-up weights of the experts of one layer, as the kernels take them."""
+    outputs, inputs = EXPERTS * SHAPES[part][0], SHAPES[part][1]
     with torch.device("cuda"):
         if format == "bf16":
-            return torch.randn(outputs, inputs, dtype=torch.bfloat16) * 0.02
-        if format.startswith("int4"):
+            return torch.randn(EXPERTS, *SHAPES[part], dtype=torch.bfloat16) * 0.02
+        if format == "int4":
             words = torch.randint(-(2**31), 2**31 - 1, (outputs, inputs // 8), dtype=torch.int32)
-            scales = torch.full((outputs, inputs // 128), 0.005, dtype=torch.float16)
-            zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if format == "int4 zeros" else None
-            return QuantizedWeight(words, scales, 1, 128, zeros)
-        rows, columns = (128, 128) if format == "fp8 block" else (1, inputs)
+            return QuantizedWeight(words, torch.full((outputs, inputs // 128), 0.005, dtype=torch.float16), 1, 128)
+        rows, columns = (128, 128) if format == "fp8" else (1, inputs)
         scale = torch.full((outputs // rows, inputs // columns), 0.0005)
         codes = (torch.randn(outputs, inputs) * 40).clamp_(-127, 127)
     return QuantizedWeight(codes.to(torch.int8 if format == "int8" else torch.float8_e4m3fn), scale, rows, columns)
 
 
-def bytes_of(weight: torch.Tensor | QuantizedWeight) -> int:
+def bytes_of(weight: Weights) -> int:
     """What a product must read of it."""
-    parts = [weight.weight, weight.scale, weight.zeros] if isinstance(weight, QuantizedWeight) else [weight]
-    return sum(part.nbytes for part in parts if part is not None)
+    return weight.weight.nbytes + weight.scale.nbytes if isinstance(weight, QuantizedWeight) else weight.nbytes
 
 
 def microseconds_a_layer(work: Callable[[int], object], replays: int = 20) -> float:
     """Median time of `work(layer)`, of all layers in one graph, some rounds."""
     return microseconds_a_call(work, [*range(LAYERS)] * ROUNDS, replays)
-
-
-def weights_of(format: str, part: str) -> Weights:
-    """Of the experts of one layer."""
-    outputs, inputs = SHAPES[part]
-    weights = weight_of(FORMATS[format], EXPERTS * outputs, inputs)
-    return weights.view(EXPERTS, outputs, inputs) if isinstance(weights, torch.Tensor) else weights
 
 
 class Work:
@@ -108,18 +99,14 @@ def measure(format: str, tokens_of: list[int], rate: float) -> None:
     layers = {part: [weights_of(format, part) for _ in range(LAYERS)] for part in SHAPES}
     plain = [torch.randn(LAYERS, *shape, dtype=torch.bfloat16, device="cuda") / 50 for shape in SHAPES.values()]
     each = sum(bytes_of(weights[0]) for weights in layers.values()) / EXPERTS
-    print(f"{format:6s}  choose  gate_up    down  combine   layer  experts read  floor   dense  share")
+    titles = "choose", "gate_up", "down", "combine", "layer", "experts read", "floor", "dense", "share"
+    print_row(f"{format}, us", *titles)
     for tokens in tokens_of:
         work = Work(tokens, layers)
-        choosing, up, down, adding, layer = map(
-            microseconds_a_layer, (work.choose, work.up, work.back, work.add, work.all)
-        )
-        read = int((work.starts.diff() > 0).sum())
-        floor, dense = 1e6 * read * each / rate, microseconds_a_layer(partial(work.dense, plain))
-        print(
-            f"{tokens:6d} {choosing:7.1f} {up:8.1f} {down:7.1f} {adding:8.1f} {layer:7.1f} {read:13d} {floor:6.1f} "
-            f"{dense:7.1f} {max(floor, dense) / (up + down):6.0%}", flush=True,
-        )  # fmt: skip
+        parts = [microseconds_a_layer(part) for part in (work.choose, work.up, work.back, work.add, work.all)]
+        read, dense = int((work.starts.diff() > 0).sum()), microseconds_a_layer(partial(work.dense, plain))
+        floor = 1e6 * read * each / rate
+        print_row(f"{tokens}", *parts, read, floor, dense, f"{max(floor, dense) / (parts[1] + parts[2]):.0%}")
 
 
 def main() -> None:

@@ -24,15 +24,15 @@ PRODUCTS = ((2560, 4096), (2560, 9728), (4096, 4096), (4096, 12288))  # [outputs
 CALLS = 72  # all-reduces of a step of 36 layers
 
 
-def microseconds_of_a_call(call: Callable[[], object]) -> float:
-    """The median, of many in a graph."""
+def microseconds_of(call: Callable[[], object]) -> float:
+    """The median of a call, of many in a graph."""
     return microseconds_a_call(lambda _: call(), range(CALLS), replays=10)
 
 
 def sums(group: ProcessGroup, tokens: int, hidden: int) -> str:
     """A line about one size."""
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device="cuda")
-    ours, nccl = (microseconds_of_a_call(call) for call in (lambda: group.all_reduce(x), lambda: dist.all_reduce(x)))
+    ours, nccl = microseconds_of(lambda: group.all_reduce(x)), microseconds_of(lambda: dist.all_reduce(x))
     is_one_shot = group._one_shot is not None and group._one_shot.can_handle(x)
     way = "read by everyone" if is_one_shot else "by NCCL"
     return f"sum of {tokens:4} x {hidden}, {x.nbytes:9,} bytes: ours {ours:6.1f} ({way}), NCCL {nccl:6.1f}"
@@ -50,7 +50,7 @@ def products(group: ProcessGroup, tokens: int, outputs: int, inputs: int) -> str
     }
     if group.one_shot_buffers is not None:
         ways["with the sum in it"] = lambda: summed_linear(x, next(turn), group.one_shot_buffers, residual)
-    times = ", ".join(f"{name} {microseconds_of_a_call(way):6.1f}" for name, way in ways.items())
+    times = ", ".join(f"{name} {microseconds_of(way):6.1f}" for name, way in ways.items())
     return f"product of {tokens} x {inputs} with {outputs} outputs: {times}"
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     best = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
     lines = [sums(group, *shape) for shape in SHAPES]
     lines += [products(group, tokens, *shape) for tokens in (1, 2, 4) for shape in PRODUCTS]
-    lines.append(f"gather of the best: {microseconds_of_a_call(lambda: group.all_gather(best)):6.1f}")
+    lines.append(f"gather of the best: {microseconds_of(lambda: group.all_gather(best)):6.1f}")
     if rank == 0:
         print(f"{size} x {torch.cuda.get_device_name()}, microseconds", *lines, sep="\n")
     group.close()

@@ -19,13 +19,12 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from folovllm.apps.bench.contenders import GEOMETRIES, write_geometry
 from folovllm.apps.bench.workload import load_workload, mixed_workload
+from tools.gpu import parser_of, print_row, random_weights
 
 WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
     **{f"{n} at once": (n, 512, 256) for n in (1, 4, 16, 64, 256)},
@@ -102,15 +101,6 @@ def start(engine: str, model: Path, args: argparse.Namespace) -> tuple[Any, type
     return LLM(model=str(model), **asked, **COMMON, **own), SamplingParams
 
 
-def write_model(geometry: str, weights: dict[str, Any] | None, folder: Path) -> Path:
-    """Write the configuration of a model of this shape, whose weights are in this format (`quantization_config`)."""
-    model = write_geometry(geometry, folder)
-    if weights is not None:
-        config = json.loads((model / "config.json").read_text()) | {"quantization_config": weights}
-        (model / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return model
-
-
 def write_head(model: Path) -> Path:
     """Write the configuration of an EAGLE-3 head for a model to a folder beside it, and return that folder."""
     head, config = model.parent / "head", json.loads((model / "config.json").read_text())
@@ -136,20 +126,17 @@ def speculation(engine: str, method: str, model: Path) -> dict[str, Any]:
 
 def install_plugin(folder: Path, has_experts: bool) -> None:
     """Install PLUGIN in `folder`, for this process and those that it starts."""
-    names = [] if has_experts else ["Qwen3NextForCausalLM", "Qwen3NextMTP"]
-    (folder / "beside_vllm_plugin-1.dist-info").mkdir()
-    for file, text in (
-        ("beside_vllm_plugin.py", f"WITHOUT_EXPERTS = {names}\n{PLUGIN}"),
-        ("beside_vllm_plugin-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: beside-vllm-plugin\nVersion: 1\n"),
-        (
-            "beside_vllm_plugin-1.dist-info/entry_points.txt",
-            "[vllm.general_plugins]\nbeside_vllm = beside_vllm_plugin:register\n",
-        ),
-    ):
-        (folder / file).write_text(text, encoding="utf-8")
+    names, about = (
+        [] if has_experts else ["Qwen3NextForCausalLM", "Qwen3NextMTP"],
+        folder / "beside_vllm_plugin-1.dist-info",
+    )
+    about.mkdir()
+    (folder / "beside_vllm_plugin.py").write_text(f"WITHOUT_EXPERTS = {names}\n{PLUGIN}", encoding="utf-8")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: beside-vllm-plugin\nVersion: 1\n", encoding="utf-8")
+    entry = "[vllm.general_plugins]\nbeside_vllm = beside_vllm_plugin:register\n"
+    (about / "entry_points.txt").write_text(entry, encoding="utf-8")
     sys.path.insert(0, str(folder))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
 def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
@@ -172,20 +159,18 @@ def serve(engine: str, model: Path, args: argparse.Namespace) -> None:
     began = time.perf_counter()
     llm, params = start(engine, model, args)
     print(json.dumps({"start": round(time.perf_counter() - began, 1)}), flush=True)
-    temperature = 0.0 if args.speculate else 0.6  # our drafts share the request's noise: some would be accepted
+    # Our drafts share the request's noise: some would be accepted.
+    common = {"temperature": 0.0 if args.speculate else 0.6, "ignore_eos": True, "detokenize": False}
     for work in args.works:
         seconds = []
         for number in range(args.passes + 1):
-            requests = requests_of(work, number)
-            how = [
-                params(temperature=temperature, ignore_eos=True, max_tokens=answer, detokenize=False)
-                for _, answer in requests
-            ]
+            prompts, answers = zip(*requests_of(work, number), strict=True)
+            how = [params(max_tokens=answer, **common) for answer in answers]
             began = time.perf_counter()
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], how, use_tqdm=False)
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False)
             seconds.append(round(time.perf_counter() - began, 4))
             got = sum(len(output.outputs[0].token_ids) for output in outputs)
-            assert got == sum(answer for _, answer in requests), f"{engine} wrote {got} tokens"
+            assert got == sum(answers), f"{engine} wrote {got} tokens"
         told: dict[str, Any] = {"work": work, "seconds": seconds[1:]}
         if args.speculate and engine == "folovllm" and not args.plain:
             told["accepted"] = llm.engine.scheduler.speculation.num_accepted
@@ -212,20 +197,17 @@ def best_of(engine: str, *options: str) -> dict[str, float]:
 
 def print_steps(args: argparse.Namespace) -> None:
     """Run both engines without and with drafts, and print what their steps take."""
-    runs = {engine: (best_of(engine, "--plain"), best_of(engine)) for engine in ENGINES}
-    print(f"{args.geometry}, {args.speculate}: ms a plain step, ms a step with {DRAFTS} drafts, plain steps")
+    runs = [best_of(engine, *plain) for engine in ENGINES for plain in (["--plain"], [])]
+    titles = "plain step, ms", f"with {DRAFTS} drafts", "plain steps"
+    print_row(f"{args.geometry}, {args.speculate}: ours, vLLM's", *titles, *titles)
     for work in args.works:
-        cells = []
-        for engine, bests in runs.items():
-            plain, drafting = (1000 * best.get(work, math.nan) / (WORKS | STEPS)[work][2] for best in bests)
-            cells.append(f"{engine} {plain:7.3f} {drafting:7.3f} {drafting / plain:5.2f}")
-        print(f"{work:>18}: {'   '.join(cells)}")
+        ours, drafting, theirs, too = (1000 * best.get(work, math.nan) / (WORKS | STEPS)[work][2] for best in runs)
+        print_row(work, ours, drafting, drafting / ours, theirs, too, too / theirs)
 
 
 def main() -> None:
     """Run both engines, or one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
+    parser = parser_of(__doc__, "qwen3-0.6b")
     parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--weights", choices=WEIGHTS, help="16 bits without")
@@ -238,19 +220,17 @@ def main() -> None:
     args.works = args.works or ([*STEPS] if args.speculate else [*WORKS, BURST, NANO])
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if args.engine:
-        with tempfile.TemporaryDirectory() as folder:
-            weights = WEIGHTS[args.weights] if args.weights else None
-            serve(args.engine, write_model(args.geometry, weights, Path(folder)), args)
+        changes = {"quantization_config": WEIGHTS[args.weights]} if args.weights else {}
+        with random_weights(args.geometry, changes) as fields:
+            serve(args.engine, Path(fields["model"]), args)
         return
     if args.speculate:
         print_steps(args)
         return
     ours, theirs = (best_of(engine) for engine in ENGINES)
-    cache = "" if args.kv_cache_dtype == "auto" else f", cache in {args.kv_cache_dtype}"
-    weights = f", weights: {args.weights}" if args.weights else ""
-    print(f"{args.geometry}, {args.gpus} GPU{weights}{cache}: {'FoloVLLM':>14} {'vLLM':>10} {'ratio':>8}")
+    print_row(f"{args.geometry}, {args.gpus} GPU, {args.weights or '16 bits'}, seconds", "FoloVLLM", "vLLM", "ratio")
     for work in (work for work in args.works if work in ours and work in theirs):
-        print(f"{work:>18}: {ours[work]:>10.3f} s {theirs[work]:>8.3f} s {theirs[work] / ours[work]:>8.2f}")
+        print_row(work, ours[work], theirs[work], theirs[work] / ours[work])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import sys
 import threading
 import tomllib
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 import folovllm
+from tools.step_walk import PACKAGE, walk
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = Path(__file__).with_name("elective_names.toml")
@@ -69,11 +69,11 @@ def size(files: Iterable[Path]) -> tuple[int, int]:
 
 def imports(package: Path) -> dict[str, set[str]]:
     """Which file imports which: lazy imports and those for the type checker alone count, too."""
+    relative = {file: file.relative_to(package).as_posix() for file in package.rglob("*.py")}
     modules = {
-        file.relative_to(package.parent).with_suffix("").as_posix().replace("/", "."): file
-        for file in package.rglob("*.py")
+        f"{package.name}.{path}".removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path
+        for path in relative.values()
     }
-    modules |= {name.removesuffix(".__init__"): file for name, file in modules.items() if name.endswith(".__init__")}
 
     def named(file: Path) -> Iterator[str]:
         for node in nodes(file):
@@ -83,18 +83,16 @@ def imports(package: Path) -> dict[str, set[str]]:
                 inner = [f"{node.module}.{alias.name}" for alias in node.names]
                 yield from [name for name in inner if name in modules] or [node.module]
 
-    files = {file: {modules[n] for n in named(file) if n in modules} for file in set(modules.values())}
-    relative = {file: file.relative_to(package).as_posix() for file in files}
-    return {relative[file]: {relative[other] for other in others} - {relative[file]} for file, others in files.items()}
+    return {path: {modules[n] for n in named(file) if n in modules} - {path} for file, path in relative.items()}
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """A set of files that import each other, directly or through others, if there is one."""
+def has_circle(graph: dict[str, set[str]]) -> bool:
+    """Whether files import each other, directly or through others."""
     try:
         TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return [error.args[1]]
-    return []
+    except CycleError:
+        return True
+    return False
 
 
 def defined_names(tree: Iterable[ast.AST]) -> Iterator[str]:
@@ -118,13 +116,13 @@ def elective_names(package: Path) -> list[tuple[str, str]]:
 
 def files_that_run(engines: list[dict[str, str]]) -> set[str]:
     """The files with a function that runs while each of these engines starts, answers two prompts and ends."""
-    package, files = f"{Path(folovllm.__file__).parent}{os.sep}", set[str]()
+    files = set[str]()
 
     def hear(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         is_function = code.co_name != "<module>" and code.co_flags & inspect.CO_NEWLOCALS  # a class's body is none
-        if event == "call" and is_function and code.co_filename.startswith(package):
-            files.add(code.co_filename.removeprefix(package))
+        if event == "call" and is_function and code.co_filename.startswith(PACKAGE):
+            files.add(code.co_filename.removeprefix(PACKAGE))
 
     threading.setprofile(hear)
     sys.setprofile(hear)
@@ -150,7 +148,7 @@ def sizes(root: Path) -> dict[str, tuple[int, ...]]:
         **{part: size(files) for part, files in owned.items()},
         "folovllm/": size(package.rglob("*.py")),
         "elective names in core": (len(elective_names(package)),),
-        "import circles": (len(circles(graph)),),
+        "import circles": (int(has_circle(graph)),),
         "arrows from core to electives": (arrows,),
     }
 
@@ -162,8 +160,6 @@ def table() -> dict[str, tuple[int, ...]]:
     for name, engines in PRESETS.items():  # the second one goes on where the first one ended
         files |= files_that_run(engines)
         found[name] = (len(files), *size(ROOT / "folovllm" / file for file in files))
-    from tools.step_walk import walk
-
     entered = walk().files
     tools = [file for file in (ROOT / "tools").rglob("*.py") if "train_tiny" not in file.parts]
     return {

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from folovllm.apps.bench.report import Result, device_line, digits, load
+from folovllm.apps.bench.report import Result, Run, device_line, digits, load
 
 DATA = Path(__file__).resolve().parents[1] / "docs/data"
 LADDER = {
@@ -52,18 +53,18 @@ def draw(result: Result, path: Path) -> list[Path]:
     Raises:
         ValueError: matplotlib is not installed, or the result is of another benchmark. OSError: a file cannot be written.
     """
-    if result.benchmark not in ("ladder", "serve") or not result.runs:
+    kinds = {"ladder": draw_ladder, "serve": draw_serving}
+    if result.benchmark not in kinds or not result.runs:
         raise ValueError("the file is no result of `folovllm bench ladder` or `serve`")
-    figure = draw_ladder(result) if result.benchmark == "ladder" else draw_serving(result)
     work, size = result.workload, "requests a load; a point says how many come a second, or how many clients wait"
     if result.benchmark == "ladder":
         size = f"requests, {work['prompt_tokens']:,} prompt and {work['output_tokens']:,} output tokens"
     caption = f"workload {work['name']}: {work['requests']} {size}; commit {result.commit}, {result.date[:10]}"
-    return save(figure, path, f"{device_line(result)}; {caption}")
+    return save(kinds[result.benchmark](result), path, f"{device_line(result)}; {caption}")
 
 
-def plotting() -> Any:
-    """matplotlib's pyplot, without a display. Raises ValueError where it is missing."""
+def subplots(*shape: int, **options: Any) -> Any:
+    """matplotlib's figure and axes [rows, columns], without a display. Raises ValueError where it is missing."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -75,51 +76,51 @@ def plotting() -> Any:
         "svg.hashsalt": "folovllm",  # the same data gives the same file
         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     }  # fmt: skip
-    import matplotlib.pyplot as pyplot
+    from matplotlib import pyplot
 
-    return pyplot
+    return pyplot.subplots(*shape, squeeze=False, **options)
 
 
 def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
-    """Write a figure as PNG and as SVG beside it, with a caption below, and close it."""
+    """Write a figure as PNG and as SVG beside it, with a caption below."""
     figure.text(0.005, 0.01, caption, fontsize=6, color="#6b7280")
     figure.tight_layout(rect=(0, 0.05 if caption else 0, 1, 1))
     files = [path.with_suffix(".png"), path.with_suffix(".svg")]
     for file in files:
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
-    plotting().close(figure)
     return files
 
 
 def draw_ladder(result: Result) -> Any:
     """A panel for each figure that any run has."""
-    runs, rows = result.runs, range(len(result.runs))
+    runs = result.runs
     panels = [name for name in LADDER if any(name in run.metrics for run in runs)]
-    size = (2.7 * len(panels), 1.0 + 0.3 * len(runs))
-    figure, axes = plotting().subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
+    figure, axes = subplots(1, len(panels), figsize=(2.7 * len(panels), 1.0 + 0.3 * len(runs)), sharey=True)
     colors = [BARS.get(run.name.rpartition(" ")[2], BLUE) for run in runs]
     for axis, name in zip(axes[0], panels, strict=True):
-        values = [run.metrics[name].median if name in run.metrics else 0.0 for run in runs]
-        labels = [digits(value) if name in run.metrics else "-" for run, value in zip(runs, values, strict=True)]
-        bars = axis.barh(rows, values, color=colors, height=0.7)
-        axis.bar_label(bars, labels, padding=2, fontsize=8)
+        found = [run.metrics.get(name) for run in runs]
+        values = [metric.median if metric else 0.0 for metric in found]
+        bars = axis.barh(range(len(runs)), values, color=colors, height=0.7)
+        axis.bar_label(bars, [digits(metric.median) if metric else "-" for metric in found], padding=2, fontsize=8)
         axis.set_xlim(0, 1.3 * max(values) or 1)
         axis.set_xticks([])
         axis.set_title(LADDER[name], fontsize=8)
         axis.spines["bottom"].set_visible(False)
         axis.tick_params(length=0)
-    axes[0][0].set_yticks(rows, [run.title for run in runs])
+    axes[0][0].set_yticks(range(len(runs)), [run.title for run in runs])
     axes[0][0].invert_yaxis()
     return figure
 
 
 def draw_serving(result: Result) -> Any:
     """A line for each preset in each panel; each point says its load."""
-    figure, axes = plotting().subplots(1, len(SERVING), figsize=(4.2 * len(SERVING), 3.4), squeeze=False)
-    names = list(dict.fromkeys(run.name.rpartition(" at ")[0] for run in result.runs))
+    figure, axes = subplots(1, len(SERVING), figsize=(4.2 * len(SERVING), 3.4))
+    presets: dict[str, list[Run]] = {}
+    for run in result.runs:
+        presets.setdefault(run.name.rpartition(" at ")[0], []).append(run)
     for axis, (metric, title) in zip(axes[0], SERVING.items(), strict=True):
-        for name, color in zip(names, LINES * len(names), strict=False):
-            own = [run for run in result.runs if run.name.rpartition(" at ")[0] == name and metric in run.metrics]
+        for (name, runs), color in zip(presets.items(), cycle(LINES), strict=False):
+            own = [run for run in runs if metric in run.metrics]
             across, up = ([run.metrics[which].median for run in own] for which in ("output tokens", metric))
             axis.plot(across, up, marker="o", markersize=3, linewidth=1.2, color=color, label=name)
             for run, *point in zip(own, across, up, strict=True):
@@ -145,7 +146,7 @@ def draw_first() -> Any:
     best = max(max(call["vLLM"]["output tokens/s, with text"]) for call in vllm["calls"])
     bars += [("nano-vLLM", nano["tokens a second"], GREY), ("vLLM 0.26", best, GREY)]
     names, values, colors = zip(*bars, strict=True)
-    figure, axis = plotting().subplots(figsize=(8.5, 0.6 + 0.33 * len(bars)))
+    figure, [[axis]] = subplots(figsize=(8.5, 0.6 + 0.33 * len(bars)))
     drawn = axis.barh(range(len(bars)), values, color=colors, height=0.7)
     axis.bar_label(drawn, [f"{value:,.0f}" for value in values], padding=3, fontsize=9)
     axis.set_xscale("log")
@@ -159,7 +160,7 @@ def draw_first() -> Any:
 
 def draw_rollouts() -> Any:
     """The mean reward of each iteration of the demo, a line for each seed."""
-    figure, axis = plotting().subplots(figsize=(7, 3))
+    figure, [[axis]] = subplots(figsize=(7, 3))
     for run in json.loads((DATA / "x6_rollouts.json").read_text()):
         rewards = [each["reward"] for each in run["curve"]]
         axis.plot(range(1, len(rewards) + 1), rewards, "o-", markersize=3, label=f"seed {run['options']['seed']}")

@@ -1,8 +1,9 @@
-"""How long work takes on a device, what the device itself reaches, and models of random weights: what the tools that measure share."""
+"""What the tools that measure share: a command line, models of random weights, turns, times of a device and its own rates, rows of a table."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +27,20 @@ def parser_of(description: str | None, geometry: str | None = None) -> argparse.
     return parser
 
 
+def print_row(name: str, *cells: object) -> None:
+    """Print a line of a table, at once."""
+    texts = (f"{cell:,.{1 if cell >= 100 else 3}f}" if isinstance(cell, float) else str(cell) for cell in cells)
+    print(f"{name:36}" + "".join(f" {text:>14}" for text in texts), flush=True)
+
+
 @contextmanager
-def random_weights(geometry: str, **common: Any) -> Iterator[dict[str, Any]]:
-    """The fields of an engine with random weights, whose files are there until the end of the block."""
+def random_weights(geometry: str, changes: dict[str, Any] | None = None, **common: Any) -> Iterator[dict[str, Any]]:
+    """The fields of an engine with random weights, whose files are there until the end of the block; `changes` to its model's configuration."""
     with tempfile.TemporaryDirectory() as folder:
-        yield random_model(geometry, Path(folder), {"use_tqdm": False} | common)
+        fields = random_model(geometry, Path(folder), {"use_tqdm": False} | common)
+        config = Path(fields["model"], "config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | (changes or {})), encoding="utf-8")
+        yield fields
 
 
 def in_turns(names: Sequence[Any], rounds: int) -> Iterator[tuple[int, Any]]:
@@ -43,7 +53,11 @@ def microseconds(work: Callable[[], object], replays: int = 20, as_graph: bool =
     """Median time of `work`, captured as a graph. Replays follow each other, so the host's part is hidden."""
     work()  # compiles
     torch.cuda.synchronize()
-    run = captured(work) if as_graph else work
+    if as_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+    run = graph.replay if as_graph else work
     events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 3)]
     for event in events:
         event.record()
@@ -54,20 +68,7 @@ def microseconds(work: Callable[[], object], replays: int = 20, as_graph: bool =
 
 def microseconds_a_call(work: Callable[[int], object], numbers: Sequence[int], replays: int = 20) -> float:
     """Median time of `work(number)`, of all numbers in one graph."""
-
-    def calls() -> None:
-        for number in numbers:
-            work(number)
-
-    return microseconds(calls, replays) / len(numbers)
-
-
-def captured(work: Callable[[], object]) -> Callable[[], None]:
-    """The work as a graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+    return microseconds(lambda: [work(number) for number in numbers], replays) / len(numbers)
 
 
 def seconds_of(work: Callable[[], object]) -> float:

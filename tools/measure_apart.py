@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import secrets
 import socket
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 from folovllm.apps.bench.http_load import Reply, Server
@@ -28,7 +26,7 @@ from folovllm.apps.bench.workload import BenchRequest
 from folovllm.config import EngineConfig
 from folovllm.distributed.children import import_path, python_command
 from folovllm.engine.setup import set_up
-from tools.gpu import link_rates, parser_of, random_weights
+from tools.gpu import link_rates, parser_of, print_row, random_weights
 
 SECRET = secrets.token_hex()
 TOKENS_WITH_TEXT = 4096  # of the embedded model's tokenizer
@@ -79,16 +77,14 @@ async def load(target: Server, args: argparse.Namespace) -> None:
     await asyncio.wait([*reading, *asking])
     if errors := [reply.error for reply in (*prompts, *answers) if reply.error]:
         print(f"   {len(errors)} failed: {errors[0]}")
-    pairs = [pair for reply in answers for pair in pairwise(reply.times)]
+    pairs = (pair for reply in answers for pair in pairwise(reply.times))
     gaps = sorted(1e3 * (after - before) for before, after in pairs if begin <= before <= end)
     first = [1e3 * reply.ttft for reply in prompts if reply.times]
     if not gaps or not first:
         print("   nothing was answered: give longer contexts, or fewer prompts")
         return
-    print(
-        f"   gap {statistics.median(gaps):8.2f} ms, 99% {gaps[len(gaps) * 99 // 100]:8.2f}, worst {gaps[-1]:8.2f}   "
-        f"({len(gaps)} gaps)   first token of a prompt {statistics.median(first):8.1f} ms"
-    )
+    print_row("", "median gap, ms", "99%", "worst", "gaps", "first token")
+    print_row("", median(gaps), gaps[len(gaps) * 99 // 100], gaps[-1], len(gaps), median(first))
 
 
 async def transfer(prefill: Server, decode: Server, args: argparse.Namespace, num_bytes: int) -> None:
@@ -96,18 +92,16 @@ async def transfer(prefill: Server, decode: Server, args: argparse.Namespace, nu
     rng, coming, here = random.Random(2), list[Reply](), list[Reply]()
     for _ in range(5):
         request = BenchRequest(prompt_of(rng, args.prompt_tokens), 1)
-        await prefill.ask(request, 0.0, [])
-        await decode.ask(request, 0.0, coming)
-        await decode.ask(request, 0.0, here)
-    ms = [1e3 * statistics.median(reply.ttft for reply in replies) for replies in (coming, here)]
-    rate = num_bytes / max(1e-6, ms[0] - ms[1]) / 1e6
-    copy = link_rates(256 << 20)[0] / 1e9
-    print(
-        f"   K/V of a prompt: {num_bytes / 1e6:.1f} MB in {ms[0] - ms[1]:.1f} ms, {rate:.2f} GB/s; a copy reaches {copy:.2f} GB/s"
-    )
+        for target, replies in ((prefill, []), (decode, coming), (decode, here)):
+            await target.ask(request, 0.0, replies)
+    seconds = median(reply.ttft for reply in coming) - median(reply.ttft for reply in here)
+    print_row("", "MB of a prompt", "ms", "GB/s", "a copy, GB/s")
+    copy = link_rates(256 << 20)[0]
+    print_row("", num_bytes / 1e6, 1e3 * seconds, num_bytes / max(1e-6, seconds) / 1e9, copy / 1e9)
 
 
 def main() -> None:
+    """Load each way to serve, then time transfers."""
     parser = parser_of(__doc__, "qwen3-0.6b")  # on a CPU the embedded model
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--prompt-tokens", type=int, default=8000)
@@ -116,29 +110,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=20, help="and as many prompts")
     parser.add_argument("--ways", default="one,ranks,apart")
     args = parser.parse_args()
-    cards, ways = ("0", "1") if args.device == "cuda" else ("", ""), args.ways.split(",")
+    on_gpu, ways = args.device == "cuda", args.ways.split(",")
     common = {"max_model_len": args.max_model_len, "block_size": 16, "device": args.device}
-    with random_weights(args.geometry, **common) as fields:
-        if args.device == "cuda":
-            config = Path(fields["model"]) / "config.json"  # a client sees text alone: each token must have some
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": TOKENS_WITH_TEXT}))
-        else:
-            fields = common | {"model": "stories-5m"}
+    # A client sees text alone, so each token must have some.
+    with random_weights(args.geometry, {"vocab_size": TOKENS_WITH_TEXT}, **common) as random_model:
+        fields = random_model if on_gpu else common | {"model": "stories-5m"}
         setup = set_up(EngineConfig(**fields))
         num_bytes = (args.prompt_tokens - 1) // setup.block_size * setup.block_size * setup.kv_bytes_per_token
-        alone = {"one": ("one engine", fields, cards[0])}
-        if args.device == "cuda":
-            alone["ranks"] = ("one engine, two ranks", fields | {"tensor_parallel_size": 2}, "0,1")
-        for title, its, seen in (alone[way] for way in alone if way in ways):
-            print(title)
-            with server(its, seen) as target:
-                asyncio.run(load(target, args))
+        alone = {"one": (fields, "0"), "ranks": (fields | {"tensor_parallel_size": 2}, "0,1")}
+        for way, (its, cards) in alone.items():
+            if way in ways and (on_gpu or way == "one"):
+                print(f"one engine on card {cards}")
+                with server(its, cards) as target:
+                    asyncio.run(load(target, args))
         if "apart" in ways:
             print("prompts on one card, answers on the other")
             peer = free_address()
             with (
-                server(fields, cards[0], "--role", "prefill", "--peer", peer) as prefill,
-                server(fields, cards[1], "--role", "decode", "--peer", peer) as decode,
+                server(fields, "0", "--role", "prefill", "--peer", peer) as prefill,
+                server(fields, "1", "--role", "decode", "--peer", peer) as decode,
             ):
                 asyncio.run(load(decode, args))
                 asyncio.run(transfer(prefill, decode, args, num_bytes))

@@ -44,10 +44,10 @@ bench bits bits_throughput 240 throughput "${model[@]}" --workload nano-vllm --m
     --compare m6,m6:kv_cache_dtype=fp8,m6:quantization=fp8:kv_cache_dtype=fp8
 for geometry in qwen3-4b qwen3-0.6b; do
     step bits "bits_steps_$geometry" 200 python3 tools/measure_step.py --geometry $geometry \
-        --compare m6,m6:quantization=fp8,m6:quantization=int8,m6:quantization=int4 --kinds plain --num-seqs 1 256 --rounds 1 --prompts
+        --compare m6,m6:quantization=fp8,m6:quantization=int8,m6:quantization=int4 --kinds plain --num-seqs 1 256 --rounds 1 --prompts 8x2048
 done
 step bits bits_both 120 python3 tools/measure_step.py --geometry qwen3-4b \
-    --compare m6,m6:quantization=fp8:quantize_activations=true --kinds plain --num-seqs 1 256 --rounds 1 --prompts
+    --compare m6,m6:quantization=fp8:quantize_activations=true --kinds plain --num-seqs 1 256 --rounds 1 --prompts 8x2048
 drafts=(python3 -m tools.measure_speculation --batches 1 16)
 for small in stories-5m smollm2; do
     step drafts "drafts_$small" 200 "${drafts[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3

@@ -20,7 +20,7 @@ from folovllm.apps.bench.workload import BenchRequest, Workload
 from folovllm.config import EngineConfig
 from folovllm.electives.kv_transfer.store import STORE, BlockStore
 from folovllm.engine.llm_engine import LLMEngine
-from tools.gpu import link_rates, parser_of, random_weights, seconds_of
+from tools.gpu import in_turns, link_rates, parser_of, print_row, random_weights, seconds_of
 
 PREFIX, VOCAB, ROUNDS = 8_000, 100_000, 5
 
@@ -42,7 +42,6 @@ def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
     copies = store._copies
     assert copies is not None
     numbers = list(range(min(count, len(store.host))))
-    num_bytes = len(numbers) * store.block_bytes
 
     def leave() -> None:
         for i in range(0, len(numbers), copies.room):
@@ -50,9 +49,9 @@ def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
             copies.send(numbers[i : i + copies.room])
         copies.settle()
 
-    out = min(seconds_of(leave) for _ in range(5))
-    into = min(seconds_of(lambda: copies.load(numbers, numbers)) for _ in range(5))
-    return num_bytes / into, num_bytes / out
+    num_bytes, ways = len(numbers) * store.block_bytes, (lambda: copies.load(numbers, numbers), leave)
+    into, out = (num_bytes / min(seconds_of(way) for _ in range(5)) for way in ways)
+    return into, out
 
 
 def cached_blocks(engine: LLMEngine) -> dict[int, torch.Tensor]:
@@ -72,12 +71,26 @@ def first_token(engine: LLMEngine, tokens: list[int]) -> tuple[float, int]:
     return time.perf_counter() - start, outputs[0].num_cached_tokens
 
 
-def throughput(engine: LLMEngine, count: int, number: int) -> float:
-    """Tokens a second of `count` requests of 256 and 128 tokens; what they leave in the cache is forgotten, so nothing is ever evicted."""
-    load = Workload("w", [BenchRequest(prompt(1000 * number + i, 256), 128) for i in range(count)])
-    seen = run_workload(engine, load)
-    engine.reset_prefix_cache()
-    return seen.output_tokens / seen.seconds
+def rounds_of_prefixes(engine: LLMEngine) -> tuple[float, float, bool]:
+    """Seconds to the first token, computed and with the prefix from host memory: medians; and whether the same bytes came back."""
+    for seed in range(50, 53):  # kernels are compiled
+        first_token(engine, prompt(seed))
+    times, equal = [], True
+    for seed in range(ROUNDS):
+        computed, cached = first_token(engine, prompt(seed))
+        assert cached == 0, cached
+        before = cached_blocks(engine)
+        for other in range(3):  # they evict it
+            first_token(engine, prompt(100 + 10 * seed + other))
+        time.sleep(0.1)
+        loaded, cached = first_token(engine, prompt(seed))
+        assert cached >= PREFIX - engine.setup.block_size, cached
+        after = cached_blocks(engine)
+        equal &= all(torch.equal(before[hash_], after[hash_]) for hash_ in before.keys() & after.keys())
+        times.append((computed, loaded))
+        print_row(f"  round {seed}, ms computed, loaded", 1e3 * computed, 1e3 * loaded)
+    computed, loaded = (median(each) for each in zip(*times, strict=True))
+    return computed, loaded, equal
 
 
 def measure_prefix(model: dict[str, Any], gib: int) -> None:
@@ -85,41 +98,20 @@ def measure_prefix(model: dict[str, Any], gib: int) -> None:
     config = EngineConfig(**model, max_model_len=8_192, num_kv_blocks=1_100, kv_offload=f"{gib}GiB")
     with running(config) as engine:
         connector: Any = engine.scheduler.connector  # type: ignore[attr-defined]
-        size = engine.setup.block_size
-        num_bytes = PREFIX // size * connector._block_bytes
-        links, copies = link_rates(), copies_alone(engine, PREFIX // size)
-        for name, rates in (("link, pinned copy", links), ("the blocks' copy", copies)):
-            print(f"  {name}: to the card {rates[0] / 1e9:6.1f} GB/s, from it {rates[1] / 1e9:6.1f} GB/s")
-        print(f"  of the link: {copies[0] / links[0]:.0%} and {copies[1] / links[1]:.0%}")
-        for seed in range(50, 53):  # kernels are compiled
-            first_token(engine, prompt(seed))
-        computed, loaded, equal = [], [], True
-        for seed in range(ROUNDS):
-            seconds, cached = first_token(engine, prompt(seed))
-            assert cached == 0, cached
-            before = cached_blocks(engine)
-            for other in range(3):
-                first_token(engine, prompt(100 + 10 * seed + other))
-            time.sleep(0.1)
-            again, cached = first_token(engine, prompt(seed))
-            assert cached >= PREFIX - size, cached
-            after = cached_blocks(engine)
-            equal &= all(torch.equal(before[hash_], after[hash_]) for hash_ in before.keys() & after.keys())
-            print(
-                f"    round {seed}: computed {seconds * 1e3:.1f} ms; {cached} tokens came back in {again * 1e3:.1f} ms"
-            )
-            computed.append(seconds)
-            loaded.append(again)
-        both = median(computed), median(loaded)
-        print(
-            f"  first token of {PREFIX:,} tokens: computed {both[0] * 1e3:.1f} ms, from host memory {both[1] * 1e3:.1f} ms ({both[0] / both[1]:.2f} times);"
+        num_blocks = PREFIX // engine.setup.block_size
+        num_bytes, links, copies = num_blocks * connector._block_bytes, link_rates(), copies_alone(engine, num_blocks)
+        print_row("  GB/s", "to the card", "from it")
+        for name, rates in (("  link, pinned copy", links), ("  the blocks' copy", copies)):
+            print_row(name, *(rate / 1e9 for rate in rates))
+        print_row("  of the link", *(f"{own / link:.0%}" for own, link in zip(copies, links, strict=True)))
+        computed, loaded, equal = rounds_of_prefixes(engine)
+        print_row(
+            f"  first token of {PREFIX:,} tokens", "ms computed", "from the host", "ratio", "its MB", "ms on the link"
         )
-        print(
-            f"    its {num_bytes / 1e6:,.0f} MB over the link take {num_bytes / links[0] * 1e3:.1f} ms; bytes are {'equal' if equal else 'NOT EQUAL'}"
-        )
-        print(
-            f"    the engine thinks: {connector.compute_rate:,.0f} tokens/s computed, {connector.rates['host'] / 1e9:.1f} GB/s from the host"
-        )
+        print_row("", 1e3 * computed, 1e3 * loaded, computed / loaded, num_bytes / 1e6, 1e3 * num_bytes / links[0])
+        host = connector.rates["host"] / 1e9
+        print(f"  the engine thinks: {connector.compute_rate:,.0f} tokens/s computed, {host:.1f} GB/s from the host")
+        print(f"  bytes are {'equal' if equal else 'NOT EQUAL'}")
 
 
 def measure_loss(model: dict[str, Any], gib: int, count: int) -> None:
@@ -127,16 +119,16 @@ def measure_loss(model: dict[str, Any], gib: int, count: int) -> None:
     fields = model | {"max_model_len": 1_024, "max_num_seqs": 256, "num_kv_blocks": 25 * count}
     rates: list[list[float]] = [[], []]
     with ExitStack() as stack:
-        engines = [
-            stack.enter_context(running(EngineConfig(**fields, **more))) for more in ({}, {"kv_offload": f"{gib}GiB"})
-        ]
-        for number in range(ROUNDS + 1):
-            for own, engine in zip(rates, engines, strict=True):
-                own.append(throughput(engine, count, number))
-    (plain, with_it), (one, other) = ([of(own[1:]) for own in rates] for of in (max, median))
-    print(
-        f"  nothing is evicted: {plain:,.0f} tokens/s without, {with_it:,.0f} with kv_offload ({with_it / plain - 1:+.2%}; medians {other / one - 1:+.2%})"
-    )
+        configs = [EngineConfig(**fields, **more) for more in ({}, {"kv_offload": f"{gib}GiB"})]
+        engines = [stack.enter_context(running(config)) for config in configs]
+        for number, which in in_turns([0, 1], ROUNDS + 1):
+            load = Workload("w", [BenchRequest(prompt(1000 * number + i, 256), 128) for i in range(count)])
+            rates[which].append(run_workload(engines[which], load).tokens_per_second)
+            engines[which].reset_prefix_cache()  # so nothing is ever evicted
+    for of in (max, median):
+        plain, offloading = (of(own[1:]) for own in rates)
+        change = f"{offloading / plain - 1:+.2%}"
+        print_row(f"  nothing is evicted, {of.__name__}, tokens/s", plain, offloading, change)
 
 
 def main() -> None:

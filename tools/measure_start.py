@@ -22,11 +22,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-PHASES = {  # of a `GraphRunner`, in order
+PHASES = {  # of functions, in order
+    "set_up": "configuration",
+    "load_tokenizer": "tokenizer",
     "load_model": "read the weights",
     "compile_at_once": "compile kernels",
     "fit_kv_cache": "profile the memory",
@@ -35,7 +37,7 @@ PHASES = {  # of a `GraphRunner`, in order
 PACKAGES = "torch", "triton", "folovllm", "transformers"
 STARTS = "nothing kept", "kernels kept", "byte code written", "all kept"
 FIRST = [f"import {name}" for name in (*PACKAGES, "all else")]
-ORDER = ["Python", *FIRST, "CUDA", "configuration", "tokenizer", *PHASES.values(), "first token", "the rest"]
+ORDER = ["Python", *FIRST, "CUDA", *PHASES.values(), "first token", "the rest"]
 
 
 class Clock:
@@ -52,34 +54,33 @@ class Clock:
         """Seconds since the process started."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self._born
 
-    def lap(self) -> None:
-        """Count the time since the last call as the innermost open phase's."""
-        now = self.now()
-        self.phases[self._open[-1]] += now - self._last
-        self._last = now
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase within the present one."""
-        self.lap()
+        self._lap()
         self._open.append(name)
         try:
             yield
         finally:
-            self.lap()
+            self._lap()
             self._open.pop()
 
-    def watch(self, owner: Any, name: str, phase: str | Callable[[Any], str]) -> None:
-        """Let the calls of a method be a phase; a function tells it from the last argument."""
+    def watch(self, owner: Any, name: str, phase: Callable[..., str]) -> None:
+        """Let the calls of a method on the main thread be phases; a function of the last argument tells which."""
         method: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is not threading.main_thread():
-                return method(*args, **kwargs)
-            with self.phase(phase if isinstance(phase, str) else phase(args[-1])):
+            is_main = threading.current_thread() is threading.main_thread()
+            with self.phase(phase(*args[-1:])) if is_main else nullcontext():
                 return method(*args, **kwargs)
 
         setattr(owner, name, timed)
+
+    def _lap(self) -> None:
+        """Count the time since the last lap as the innermost open phase's."""
+        now = self.now()
+        self.phases[self._open[-1]] += now - self._last
+        self._last = now
 
 
 def package(module: Any) -> str:
@@ -94,9 +95,9 @@ def start(model: str) -> None:
     with clock.phase("the rest"):
         clock.watch(importlib.machinery.SourceFileLoader, "exec_module", package)
         import torch
-
-        clock.watch(torch.cuda, "_lazy_init", "CUDA")
         from triton import knobs
+
+        clock.watch(torch.cuda, "_lazy_init", lambda *_: "CUDA")
 
         from folovllm import LLM, SamplingParams
         from folovllm.config import DEFAULT_MODEL
@@ -104,10 +105,10 @@ def start(model: str) -> None:
         from folovllm.worker.graph_runner import GraphRunner
         from folovllm.worker.model_runner import ModelRunner
 
-        clock.watch(llm_engine, "set_up", "configuration")
-        clock.watch(llm_engine, "load_tokenizer", "tokenizer")
+        owners = dict.fromkeys(PHASES, GraphRunner) | {"fit_kv_cache": ModelRunner}
+        owners |= dict.fromkeys(("set_up", "load_tokenizer"), llm_engine)
         for name, phase in PHASES.items():
-            clock.watch(ModelRunner if name == "fit_kv_cache" else GraphRunner, name, phase)
+            clock.watch(owners[name], name, lambda *_, phase=phase: phase)
 
         def count(*, times: Any, cache_hit: bool, **_: Any) -> None:
             compiled.append(0.0 if cache_hit else times.total / 1e6)
@@ -116,12 +117,17 @@ def start(model: str) -> None:
         with LLM(model, tokenizer=DEFAULT_MODEL, model_impl="native", use_tqdm=False) as llm:
             with clock.phase("first token"):
                 llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)
-            found = {"phases": dict(clock.phases), "total": clock.now()}  # the engine's end is no part of its start
+            phases, total = dict(clock.phases), clock.now()  # the engine's end is no part of its start
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
-    print(json.dumps(found | {
-        "read": int(counters["read_bytes"]) / 1e9, "modules": len(sys.modules),
-        "kernels": len(compiled), "compiled": [seconds for seconds in compiled if seconds],
-    }))  # fmt: skip
+    figures = {
+        "to the first token": total,
+        "GB from the disk": int(counters["read_bytes"]) / 1e9,
+        "modules": len(sys.modules),
+        "kernels": len(compiled),
+        "kernels compiled": sum(map(bool, compiled)),
+        "threads waited for them": sum(compiled),
+    }
+    print(json.dumps({phase: phases.get(phase, 0.0) for phase in ORDER} | figures))
 
 
 def write(geometry: str, folder: Path) -> str:
@@ -139,14 +145,6 @@ def write(geometry: str, folder: Path) -> str:
     return str(folder)
 
 
-def forget(folder: Path) -> None:
-    """Let the system drop the weights from memory."""
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def main() -> None:
     """Start four times, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,25 +158,20 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or write(given.geometry, Path(folder, given.geometry))
-        forget(Path(model))
+        for file in Path(model).glob("*.safetensors"):
+            with file.open("rb") as opened:  # the system drops them from memory
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         kept = {"TRITON_CACHE_DIR": f"{folder}/kernels", "PYTHONPYCACHEPREFIX": f"{folder}/byte code"}
         for name in STARTS:
             env = os.environ | kept | {"PYTHONDONTWRITEBYTECODE": "1" if "kept" in name else ""}
             child = [sys.executable, __file__, "--child", "--model", model]
             output = subprocess.run(child, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
             results.append(json.loads(output.splitlines()[-1]))
-    counted = {
-        "to the first token": lambda r: f"{r['total']:.2f}",
-        "GB from the disk": lambda r: f"{r['read']:.2f}",
-        "modules": lambda r: r["modules"],
-        "kernels": lambda r: r["kernels"],
-        "kernels compiled": lambda r: len(r["compiled"]),
-        "threads waited for them": lambda r: f"{sum(r['compiled']):.1f}",
-    }
-    phases = {phase: lambda r, phase=phase: f"{r['phases'].get(phase, 0.0):.2f}" for phase in ORDER}
     print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in STARTS))
-    for name, figure in (phases | counted).items():
-        print(f"{name:24}" + "".join(f"{figure(result):>20}" for result in results))
+    for name in results[0]:
+        cells = (f"{result[name]:.2f}" if isinstance(result[name], float) else result[name] for result in results)
+        print(f"{name:24}" + "".join(f"{cell:>20}" for cell in cells))
 
 
 if __name__ == "__main__":

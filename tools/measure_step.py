@@ -1,29 +1,42 @@
-"""Time steps on a GPU, of a geometry with random weights: `python tools/measure_step.py`.
+"""Time steps on a GPU, of a geometry with random weights: `python tools/measure_step.py`. The GPU must hold all engines at once.
 
-Milliseconds a decode step by how its tokens are sampled, medians, in rounds that take turns. `--compare` has an engine after the
-other, say one for each format of the weights (`--kinds plain` then). `--prompts` also times 16,384 prompt tokens, from their
-arrival to the tokens that follow them.
+Milliseconds of a decode step by how its tokens are sampled, and of prompts from their arrival to the tokens that follow them.
+Engines are presets (`--compare m6,m6:quantization=int4`), each in every format of its checkpoint (`--formats`) and on every
+number of GPUs (`--ranks`). Each round has all engines at each point, and every second round has them in the other order. The
+table: medians, and the median over the rounds of the first engine's time divided by this one's (above 1: faster).
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from folovllm.apps.bench.contenders import parse_contenders
 from folovllm.apps.bench.serve import finish, running
 from folovllm.config import EngineConfig
+from folovllm.electives.quantization.config import compressed_config
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
-from tools.gpu import parser_of, random_weights
+from tools.beside_vllm import WEIGHTS
+from tools.gpu import in_turns, parser_of, print_row, random_weights
 
-PROMPT, SETTLE, STEPS = 128, 20, 100
-BUDGET, LONG_PROMPT, TIMES = 16_384, 2048, 5
+PROMPT, SETTLE, STEPS, TIMES = 128, 20, 100, 5
+# With as many blocks several engines fit on a card.
+COMMON = {"block_size": 16, "num_kv_blocks": 4400, "max_model_len": 16_384, "max_num_batched_tokens": 16_384}
+PLAIN, GROUPS_OF_32 = "16-bit", {"strategy": "group", "group_size": 32}  # as Q8_0 and Q4_0 of a GGUF file become
+FORMATS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None, **WEIGHTS,
+    "int8": compressed_config("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "q8_0": compressed_config("int-quantized", {"num_bits": 8, **GROUPS_OF_32}),
+    "q4_0": compressed_config("pack-quantized", {"num_bits": 4, **GROUPS_OF_32}),
+}  # fmt: skip
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.9}
 PENALISED: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.5}
 FORMED: dict[str, Any] = {"structured_outputs": {"regex": "[a-z ]{3000}"}}
@@ -31,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # how one of the se
     "plain": ({}, {}),
     "top_k 50, top_p 0.9": (FILTERED, FILTERED),
     "one with a penalty": (PENALISED, {}),
-    "penalties, top_k 50, top_p 0.9": (PENALISED | FILTERED, PENALISED | FILTERED),
+    "penalties, top_k, top_p": (PENALISED | FILTERED, PENALISED | FILTERED),
     "one with logprobs": ({"logprobs": 5}, {}),
     "one with a regex": (FORMED, {}),  # these two need llguidance
     "all with a regex": (FORMED, FORMED),
@@ -51,15 +64,14 @@ def step_time(engine: LLMEngine, num_seqs: int, kind: str = "plain") -> float:
     """Return the milliseconds of a decode step."""
     first, rest = KINDS[kind]
     for i in range(num_seqs):
-        params = SamplingParams(
-            temperature=0.7, seed=i, ignore_eos=True, max_tokens=SETTLE + STEPS + 8, **(rest if i else first)
-        )
+        own = rest if i else first
+        params = SamplingParams(temperature=0.7, seed=i, ignore_eos=True, max_tokens=SETTLE + STEPS + 8, **own)
         engine.add_request(f"r{i}", [(37 * i + j) % 4000 for j in range(PROMPT)], params, stream=False)
     timed_steps(engine, SETTLE)
     times = timed_steps(engine, STEPS)
     finish(engine)
     engine.reset_prefix_cache()
-    return statistics.median(times)
+    return median(times)
 
 
 def prompts_time(engine: LLMEngine, length: int, count: int = 1) -> float:
@@ -74,35 +86,56 @@ def prompts_time(engine: LLMEngine, length: int, count: int = 1) -> float:
         finish(engine)
         times.append(1000 * (time.perf_counter() - began))
     engine.reset_prefix_cache()
-    return statistics.median(times[1:])
+    return median(times[1:])
 
 
-def lines(engine: LLMEngine, args: argparse.Namespace) -> Iterator[str]:
-    """What the command line asks for, measured."""
+def points_of(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[LLMEngine], float]]]:
+    """What is measured of an engine, by name."""
     for num_seqs in args.num_seqs:
-        rounds = [{kind: step_time(engine, num_seqs, kind) for kind in args.kinds} for _ in range(args.rounds)]
         for kind in args.kinds:
-            yield f"{num_seqs:>4}  {kind:32}" + "".join(f"{times[kind]:>9.4f}" for times in rounds)
-    if args.prompts:
-        yield f"      {BUDGET:,} prompt tokens            {prompts_time(engine, LONG_PROMPT, BUDGET // LONG_PROMPT):>9.3f}"
+            yield f"{num_seqs:>4} {kind}", partial(step_time, num_seqs=num_seqs, kind=kind)
+    for prompts in args.prompts:
+        count, _, length = prompts.rpartition("x")
+        yield f"prompts: {prompts}", partial(prompts_time, length=int(length), count=int(count or 1))
 
 
 def main() -> None:
-    """Print the lines of each engine."""
+    """Start the engines, and print each round and the table."""
     parser = parser_of(__doc__, "qwen3-0.6b")
-    parser.add_argument("--compare", default="m6", help="engines, as `folovllm bench` has it: m6,m6:quantization=int4")
+    parser.add_argument("--compare", default="m6", help="presets, as `folovllm bench` has it: m6,m6:quantization=int4")
+    parser.add_argument("--formats", nargs="+", default=[PLAIN], choices=FORMATS, help="of the checkpoint's weights")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="GPUs of an engine")
     parser.add_argument("--num-seqs", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="; ".join(KINDS))
+    parser.add_argument(
+        "--prompts", nargs="*", default=[], help="tokens of a prompt, or 8x2048: of eight that come together"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", action="store_true", help=f"time {BUDGET:,} prompt tokens, too")
     args = parser.parse_args()
-    with random_weights(args.geometry, max_model_len=4096, max_num_batched_tokens=BUDGET) as common:
-        for name, fields in parse_contenders(args.compare, common):
-            began = time.perf_counter()
-            with running(EngineConfig(**fields)) as engine:
-                print(f"{name}, started in {time.perf_counter() - began:.1f} s", flush=True)
-                for line in lines(engine, args):
-                    print(line, flush=True)
+    engines: dict[str, LLMEngine] = {}
+    with ExitStack() as stack:
+        for weights in args.formats:
+            changes = {"quantization_config": FORMATS[weights]} if FORMATS[weights] else {}
+            common = stack.enter_context(random_weights(args.geometry, changes, **COMMON))
+            for ranks in args.ranks:
+                for preset, fields in parse_contenders(args.compare, common | {"tensor_parallel_size": ranks}):
+                    name, began = f"{preset}, {weights}, {ranks} GPU", time.perf_counter()
+                    engines[name] = stack.enter_context(running(EngineConfig(**fields)))
+                    print(f"{name} started in {time.perf_counter() - began:.1f} s", flush=True)
+        points = dict(points_of(args))
+        times: dict[str, dict[str, list[float]]] = {point: {name: [] for name in engines} for point in points}
+        for number, name in in_turns(list(engines), args.rounds):
+            for point, measure in points.items():
+                times[point][name].append(measure(engines[name]))
+            print(
+                f"{number} {name}: " + ", ".join(f"{of_engines[name][-1]:.3f}" for of_engines in times.values()),
+                flush=True,
+            )
+    for point, of_engines in times.items():
+        print(f"{point}, ms, and how many times faster than the first")
+        first = next(iter(of_engines.values()))
+        for name, own in of_engines.items():
+            print_row(f"  {name}", median(own), median(a / b for a, b in zip(first, own, strict=True)))
 
 
 if __name__ == "__main__":

@@ -36,14 +36,13 @@ class CallPath:
             self._submit = None if frame is self._submit else self._submit
         if event != "call" or self._captured or not code.co_filename.startswith(PACKAGE) or "<" in code.co_name:
             return
-        file = code.co_filename.removeprefix(PACKAGE)
-        if code.co_name == SUBMIT and self._submit is None:
-            self._submit = frame
+        if code.co_name == SUBMIT:
+            self._submit = self._submit or frame
         if code.co_qualname == CAPTURED:
             self._captured = frame
+        file = code.co_filename.removeprefix(PACKAGE)
         for path in (self.files, self.on_device) if self._submit else (self.files,):
-            if path[-1:] != [file]:
-                path.append(file)
+            path += [file] * (path[-1:] != [file])
 
 
 def walk(num_requests: int = 1) -> CallPath:
@@ -68,8 +67,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path = walk(arguments.requests)
     for name, files in (("the whole step", path.files), ("on the device's side", path.on_device)):
-        entered = len(set(files))
-        print(f"{name}: {entered} files, {len(files) - entered} returns")
+        print(f"{name}: {len(set(files))} files, {len(files) - len(set(files))} returns")
         if arguments.route:
             print("    " + " > ".join(files))
 

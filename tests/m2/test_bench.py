@@ -25,42 +25,37 @@ SMALL = Workload("small", [BenchRequest([1, 2, 3], 5), BenchRequest([4] * 10, 3)
 
 
 class TestWorkloads:
-    def test_the_default(self) -> None:
-        workload = load_workload("default")
-        assert len(workload.requests) == 64 and workload.temperature == 0
-        assert {len(r.prompt) for r in workload.requests} <= set(range(32, 257))
-        assert {r.output_len for r in workload.requests} <= set(range(32, 129))
-        assert load_workload("default", count=5).requests == workload.requests[:5]
-
-    def test_a_mix(self) -> None:
-        """Most begin alike; a few are long, own, and late enough to meet others that run."""
-        requests = load_workload("mixed").requests
-        long = [i for i, r in enumerate(requests) if len(r.prompt) == 1000]
-        short = [r.prompt for i, r in enumerate(requests) if i not in long]
-        assert len(requests) == 24 and long == [8, 20] and len({tuple(prompt[:256]) for prompt in short}) == 1
+    def test_built_in_ones(self) -> None:
+        """Of a mix most requests begin alike; a few are long, own, and late enough to meet others that run."""
+        default, mixed, nano = map(load_workload, ("default", "mixed", "nano-vllm"))
+        assert len(default.requests) == 64 and {len(r.prompt) for r in default.requests} <= set(range(32, 257))
+        assert {r.output_len for r in default.requests} <= set(range(32, 129)) and default.temperature == 0
+        assert load_workload("default", count=5).requests == default.requests[:5]
+        assert (len(nano.requests), nano.prompt_tokens, nano.output_tokens) == (256, 142_827, 133_966)
+        assert nano.temperature == 0.6
+        assert all(0 <= token < 259 for r in nano.for_vocabulary(259).requests for token in r.prompt)
+        long = [i for i, r in enumerate(mixed.requests) if len(r.prompt) == 1000]
+        short = [r.prompt for i, r in enumerate(mixed.requests) if i not in long]
+        assert len(mixed.requests) == 24 and long == [8, 20] and len({tuple(prompt[:256]) for prompt in short}) == 1
         assert {len(prompt) for prompt in short} <= set(range(264, 289))
-        assert {r.output_len for r in requests} <= set(range(48, 113))
-
-    def test_nano_vllms_own(self) -> None:
-        workload = load_workload("nano-vllm")
-        assert (len(workload.requests), workload.prompt_tokens, workload.output_tokens) == (256, 142_827, 133_966)
-        assert workload.temperature == 0.6
-        assert all(
-            0 <= token < 259 for r in load_workload("nano-vllm").for_vocabulary(259).requests for token in r.prompt
-        )
+        assert {r.output_len for r in mixed.requests} <= set(range(48, 113))
 
     def test_a_file(self, tmp_path: Path) -> None:
-        file = tmp_path / "requests.jsonl"
-        file.write_text('{"prompt_len": 7, "output_len": 3}\n\n{"prompt_token_ids": [5, 6], "output_len": 2}\n')
+        file, good = tmp_path / "requests.jsonl", '{"prompt_len": 7, "output_len": 3}\n'
+        file.write_text(good + '\n{"prompt_token_ids": [5, 6], "output_len": 2}\n')
         first, second = load_workload(str(file)).requests
         assert (len(first.prompt), first.output_len) == (7, 3) and second == BenchRequest([5, 6], 2)
-
-    @pytest.mark.parametrize("line", ["{}", "words", '{"prompt_len": 3}', '{"prompt_len": 0, "output_len": 1}', "[1]"])
-    def test_a_bad_line_is_named(self, tmp_path: Path, line: str) -> None:
-        file = tmp_path / "requests.jsonl"
-        file.write_text('{"prompt_len": 7, "output_len": 3}\n' + line + "\n")
-        with pytest.raises(ValueError, match="line 2"):
-            load_workload(str(file))
+        for line in (
+            "{}",
+            "words",
+            '{"prompt_len": 3}',
+            '{"output_len": 3}',
+            '{"prompt_len": 0, "output_len": 1}',
+            "[1]",
+        ):
+            file.write_text(good + line)
+            with pytest.raises(ValueError, match="line 2"):
+                load_workload(str(file))
         with pytest.raises(ValueError, match="unknown workload"):
             load_workload(str(tmp_path / "absent.jsonl"))
 
@@ -112,11 +107,10 @@ class TestRuns:
         assert again == result and json.loads((tmp_path / "r.json").read_text())["format"] == 1
 
 
-def test_contenders() -> None:
-    assert parse_contenders("m2", {}) == [("m2", {"milestone": "m2"})]
-    for wrong in ("m9", "m2:max_num_seqs", "m2:colour=3", "m2:max_num_seqs=0"):
-        with pytest.raises(ValueError, match=r"m9|setting|max_num_seqs"):
-            parse_contenders(wrong, {})
+@pytest.mark.parametrize("wrong", ["m9", "m2:max_num_seqs", "m2:colour=3", "m2:max_num_seqs=0"])
+def test_contenders_that_are_none(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"m9|setting|max_num_seqs"):
+        parse_contenders(wrong, {})
 
 
 def test_the_table_shows_ratios() -> None:
@@ -157,7 +151,7 @@ def test_what_is_refused_before_any_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message names the option."""
-    for module, name in ((throughput, "bench_throughput"), (ladder, "bench_ladder"), (reuse, "bench_reuse")):
+    for module, name in ((throughput, "bench_throughput"), (ladder, "bench_ladder"), (reuse, "bench_ttft")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("it had begun"))
     with pytest.raises(SystemExit) as exit:
         main(["bench", *command.format(tmp_path).split(), "--model", str(tiny_checkpoint())])

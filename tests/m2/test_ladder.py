@@ -13,13 +13,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from folovllm.apps.bench import ladder
 from folovllm.apps.bench.ladder import (
     bench_ladder,
-    bench_reference,
-    beside,
+    beside_reference,
     check_answers,
-    contenders_up_to,
     for_cpu,
+    milestones_up_to,
     show_ladder,
 )
 from folovllm.apps.bench.report import Metric, Result, Run, load
@@ -48,30 +48,24 @@ def made_up(*rates: float) -> Result:
 
 
 def test_all_presets_up_to_the_one_named() -> None:
-    assert [name for name, _ in contenders_up_to("m3", common())] == ["m1", "m2", "m3"]
-    assert [fields["milestone"] for _, fields in contenders_up_to("m6", common())] == [
-        "m1",
-        "m2",
-        "m3",
-        "m4",
-        "m5",
-        "m6",
-    ]
+    found = milestones_up_to("m6", common())
+    assert [name for name, _ in found] == [fields["milestone"] for _, fields in found] == [f"m{i}" for i in range(1, 7)]
+    assert milestones_up_to("m3", common()) == found[:3]
     with pytest.raises(ValueError, match="unknown milestone 'm7'"):
-        contenders_up_to("m7", common())
+        milestones_up_to("m7", common())
 
 
 def test_on_a_cpu_memory_is_short_and_prompts_come_in_chunks(workload: str) -> None:
     """Room for four of the longest request. What was asked for stays."""
     fields = {**common(), "model": str(tiny_checkpoint(max_position_embeddings=2048))}
     del fields["max_model_len"]
-    found = dict(for_cpu(contenders_up_to("m6", fields), "mixed", 9))
+    found = dict(for_cpu(milestones_up_to("m6", fields), "mixed", 9))
     longest, a_token = found["m1"]["max_model_len"], 3 * 2 * 2 * 32 * 4
     assert 1048 <= longest <= 1112
     assert all(f["kv_cache_memory"] == 4 * longest * a_token for f in found.values())
     assert {name for name, f in found.items() if f.get("max_num_batched_tokens") == 128} == {"m5", "m6"}
     asked = {**common(), "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 99}
-    assert all(fields.items() >= asked.items() for _, fields in for_cpu(contenders_up_to("m6", asked), workload, None))
+    assert all(fields.items() >= asked.items() for _, fields in for_cpu(milestones_up_to("m6", asked), workload, None))
 
 
 @pytest.mark.m5
@@ -82,7 +76,7 @@ def test_every_milestone_has_something_to_gain(tmp_path: Path) -> None:
     (tmp_path / "alike.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     fields, name = common(), str(tmp_path / "alike.jsonl")
     del fields["max_model_len"]
-    chosen = [rung for rung in for_cpu(contenders_up_to("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
+    chosen = [rung for rung in for_cpu(milestones_up_to("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
     slots, blocks, reuse = (run.metrics for run in bench_throughput(chosen, name).runs)
     assert slots["sequences a step"].median <= 4 < blocks["sequences a step"].median
     assert blocks[WASTE].median < 10 < slots[WASTE].median
@@ -114,12 +108,11 @@ def test_the_reference_runs_without_the_learners_code(
     (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FOLOVLLM_MINE", "/absent")  # would stop a process that inherited it
-    reference = bench_reference(("m1", common(), workload, None, None, 1))
-    assert os.environ["FOLOVLLM_MINE"] == "/absent" and [run.name for run in reference.runs] == ["m1"]
-    both = beside(made_up(1.0), reference)
-    assert [run.name for run in both.runs] == ["m1 reference", "m1 mine"]
+    monkeypatch.setattr(ladder, "bench_ladder", lambda *_: made_up(1.0))
+    both = beside_reference("m1", common(), workload, None, None, 1)
+    assert os.environ["FOLOVLLM_MINE"] == "/absent" and [run.name for run in both.runs] == ["m1 reference", "m1 mine"]
     with pytest.raises(RuntimeError, match="unknown workload"):
-        bench_reference(("m1", common(), str(tmp_path / "absent.jsonl"), None, None, 1))
+        beside_reference("m1", common(), str(tmp_path / "absent.jsonl"), None, None, 1)
 
 
 def shown(result: Result, width: int = 80) -> str:
@@ -134,9 +127,8 @@ def full(agreement: float = 100.0) -> Result:
     figures |= {name: Metric.of([54_321.0], "ms") for name in ("TTFT median", "TPOT median", LONGEST_GAP)}
     figures |= {name: Metric.of([98.76], "%") for name in (WASTE, REUSED)}
     figures |= {"sequences a step": Metric.of([123.4]), AGREEMENT: Metric.of([agreement], "%")}
-    both = [Run(f"m{i}", {"milestone": f"m{i}"}, figures) for i in range(1, 7)]
-    workload = {"name": "mixed", "requests": 24, "prompt_tokens": 7325, "output_tokens": 1963}
-    return beside(Result("ladder", workload, both), Result("ladder", workload, both))
+    runs = [Run(f"m{i} {whose}", {}, figures) for i in range(1, 7) for whose in ("reference", "mine")]
+    return Result("ladder", {"name": "mixed", "requests": 24, "prompt_tokens": 7325, "output_tokens": 1963}, runs)
 
 
 class TestTheTable:
@@ -159,7 +151,7 @@ def servers() -> Result:
     return replace(made_up(), benchmark="serve", runs=runs)
 
 
-@pytest.mark.parametrize("result", [beside(made_up(1.0, 2.0), made_up(1.5, 2.5)), servers()], ids=["ladder", "serve"])
+@pytest.mark.parametrize("result", [made_up(1.0, 2.0), servers()], ids=["ladder", "serve"])
 def test_a_chart_is_drawn_from_the_data(tmp_path: Path, result: Result) -> None:
     """The same data gives the same file."""
     pytest.importorskip("matplotlib")

@@ -42,28 +42,39 @@ def in_made_up_time(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-@pytest.mark.parametrize(
-    ("point", "count", "asked", "most"),
-    [
-        (Point(rate=2.0), 50, arrivals(2.0, 50), range(11, 51)),  # requests come when they come: that makes a queue
-        (Point(clients=2), 6, [0, 0, 10, 10, 20, 20], [2]),  # clients wait for their answers
-    ],
-)
-def test_when_a_slow_server_is_asked(point: Point, count: int, asked: list[float], most: Any) -> None:
-    """One that takes ten seconds for everything."""
-    times, busy = list[float](), [0]
+def requests(count: int) -> list[BenchRequest]:
+    return [BenchRequest([i], 1) for i in range(count)]
 
-    async def serve(request: BenchRequest) -> None:
-        times.append(asyncio.get_running_loop().time())
-        busy.append(busy[-1] + 1)
+
+class Slow:
+    """A server that takes ten seconds for everything; when it was asked, and how many were asked at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+        self.busy = self.most = 0
+
+    async def __call__(self, request: BenchRequest) -> None:
+        self.asked.append(asyncio.get_running_loop().time())
+        self.busy += 1
+        self.most = max(self.most, self.busy)
         await asyncio.sleep(10)
-        busy.append(busy[-1] - 1)
-
-    in_made_up_time(drive([BenchRequest([i], 1) for i in range(count)], point, serve))
-    assert times == pytest.approx(asked, abs=1e-6) and max(busy) in most
+        self.busy -= 1
 
 
 class TestLoads:
+    def test_a_rate_waits_for_nobody(self) -> None:
+        """Requests come when they come: that is what makes a queue."""
+        server = Slow()
+        in_made_up_time(drive(requests(50), Point(rate=2.0), server))
+        assert server.asked == pytest.approx(arrivals(2.0, 50), abs=1e-6)
+        assert server.most > 10
+
+    def test_clients_wait_for_their_answers(self) -> None:
+        server = Slow()
+        in_made_up_time(drive(requests(6), Point(clients=2), server))
+        assert server.asked == pytest.approx([0, 0, 10, 10, 20, 20])
+        assert server.most == 2
+
     def test_arrivals_are_a_poisson_process(self) -> None:
         """The mean gap is one over the rate, and as large as its deviation; the same each time."""
         times = arrivals(4.0, 4000)
@@ -84,16 +95,18 @@ class TestLoads:
 class TestFigures:
     def test_a_worked_case(self) -> None:
         """Three answers: 1 s and then a token each 0.1 s; 2 s and 0.2 s; one that failed."""
-        quick = Reply(0.0, [1.0, 1.1, 1.2], 3, None, True)
-        slow = Reply(1.0, [3.0, 3.2, 4.0], 6, None, True)
-        found = figures([quick, slow, Reply(1.0, [], 0, "no", True), Reply(3.0)], begin=0.0)
+        quick = Reply(0.0, [1.0, 1.1, 1.2], 3)
+        slow = Reply(1.0, [3.0, 3.2, 4.0], 6)
+        found = figures([quick, slow, Reply(1.0, [], 0, "no")], begin=0.0)
         metrics = {name: metric.median for name, metric in found.items()}
         assert (metrics["answered"], metrics["failed"], metrics["requests"]) == (2, 1, 0.5)
         assert metrics["output tokens"] == pytest.approx(9 / 4)
         assert metrics["TTFT median"] == metrics["TTFT p99"] == pytest.approx(2000)
         assert metrics["TPOT p99"] == pytest.approx(200) and metrics["ITL p99"] == pytest.approx(800)
-        nothing = figures([Reply(1.0, [], 0, "no", True)], begin=1.0)
-        assert {name: metric.median for name, metric in nothing.items()} == {"answered": 0, "failed": 1}
+
+    def test_nothing_was_answered(self) -> None:
+        metrics = figures([Reply(1.0, [], 0, "no")], begin=1.0)
+        assert {name: metric.median for name, metric in metrics.items()} == {"answered": 0, "failed": 1}
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -211,13 +224,16 @@ class TestSweep:
         assert ended.value.code == 0 and run.metrics["output tokens"].median > 0
         assert run.name == "m3:max_num_seqs=2 at 2 clients" and run.config["max_num_seqs"] == 2
 
-    def test_what_cannot_be(self, capsys: pytest.CaptureFixture[str]) -> None:
-        for arguments, says in (
-            ("--rates 0", "numbers above 0"),
-            ("--rates 1 --clients 1", "not both"),
-            ("--url http://x --max-num-seqs 2", "nothing of the engine"),
-            ("--slo ttft=1s", "--slo is gone"),
-        ):
-            with pytest.raises(SystemExit) as ended:
-                main(["bench", "serve", *arguments.split()])
-            assert ended.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["--rates", "0"], "numbers above 0"),
+            (["--rates", "1", "--clients", "1"], "not both"),
+            (["--url", "http://x", "--max-num-seqs", "2"], "nothing of the engine"),
+            (["--slo", "ttft=1s"], "--slo is gone"),
+        ],
+    )
+    def test_what_cannot_be(self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "serve", *arguments])
+        assert ended.value.code == 2 and says in " ".join(capsys.readouterr().err.split())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
-from folovllm.apps.bench.contenders import write_geometry
+from folovllm.apps.bench.contenders import random_model
 from folovllm.apps.bench.roofline import Weights
 from folovllm.electives.moe.experts import Experts, ExpertStack, GroupedExperts
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
@@ -215,8 +215,8 @@ def test_what_quantize_refuses(family: str, format: str, says: str, tmp_path: Pa
 @pytest.mark.parametrize(("kind", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4)])
 def test_what_a_step_reads_of_qwen3_30b(kind: str, bits: int, tmp_path: Path) -> None:
     """Codes and their scales; routers are plain."""
-    path, fields = write_geometry("qwen3-30b-a3b", tmp_path), {"random_weights": True, "quantization": kind}
-    config = EngineConfig(model=str(path), tokenizer=str(tiny_checkpoint()), device="cpu", **fields)
+    own = {"tokenizer": str(tiny_checkpoint()), "device": "cpu", "quantization": kind}
+    config = EngineConfig(**random_model("qwen3-30b-a3b", tmp_path, own))
     model = build_model(set_up(config).hf_config, torch.bfloat16, "meta", max_model_len=1)
     found = Weights.of(model, torch.bfloat16)
     routers = 48 * 128 * 2048

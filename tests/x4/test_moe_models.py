@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from folovllm import LLM
-from folovllm.apps.bench.contenders import write_geometry
+from folovllm.apps.bench.contenders import random_model
 from folovllm.apps.bench.roofline import Weights, experts_read
 from folovllm.config import EngineConfig
 from folovllm.electives.moe.layers import MoE
@@ -95,8 +95,8 @@ def test_a_broken_checkpoint(change: Any, says: str, tmp_path: Path) -> None:
 
 def test_what_a_step_reads_of_qwen3_30b(tmp_path: Path) -> None:
     """Alone a token reads 8 of 128 experts; 256 tokens read all of them, and that is most of what the step reads."""
-    path = write_geometry("qwen3-30b-a3b", tmp_path)
-    setup = set_up(EngineConfig(model=str(path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu"))
+    own = {"tokenizer": str(tiny_checkpoint()), "device": "cpu"}
+    setup = set_up(EngineConfig(**random_model("qwen3-30b-a3b", tmp_path, own)))
     weights = Weights.of(build_model(setup.hf_config, setup.dtype, "meta", max_model_len=1), setup.dtype)
     assert weights.experts == 48 * 128 * 3 * 2048 * 768
     assert experts_read(128, 8, 1) == pytest.approx(8)

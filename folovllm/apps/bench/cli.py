@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -120,12 +121,25 @@ def reuse(
     **given: Any,
 ) -> None:
     """What a cached prefix saves, and how long a long prompt holds up the others."""
-    from folovllm.apps.bench.reuse import bench_reuse
+    import time
+
+    from folovllm.apps.bench.reuse import bench_gaps, bench_sharing, bench_ttft
+    from folovllm.engine.setup import choose_device
 
     sizes = tuple(map(int, numbers("--chunks", chunks)))
+    clock = time.process_time if cpu_time else time.perf_counter
     with contenders(given, None, random_weights) as [contender]:
-        for part, found in bench_reuse(contender, parts, prefix, prompt, requests, sizes, repeats, cpu_time):
-            finish(found, save and save.with_stem(f"{save.stem}-{part}"))
+        on_gpu = choose_device(contender[1].get("device")).type == "cuda"
+        prefix, count = prefix or (16_000 if on_gpu else 2_000), requests or (256 if on_gpu else 16)
+        benches = {
+            "ttft": lambda: bench_ttft(contender, prefix, repeats, clock),
+            "sharing": lambda: bench_sharing(contender, prefix // 4, count, 32, repeats, clock),
+            "gaps": lambda: bench_gaps(contender, prompt, sizes, repeats, clock),
+        }
+        if unknown := set(parts or ()) - set(benches):
+            raise ValueError(f"unknown part {min(unknown)!r}: choose of {', '.join(benches)}")
+        for part in parts or benches:  # each is shown as soon as it is done
+            finish(benches[part](), save and save.with_stem(f"{save.stem}-{part}"))
 
 
 def ladder(
@@ -144,12 +158,13 @@ def ladder(
     **given: Any,
 ) -> None:
     """One workload through every milestone; with --mine, your ladder beside the reference's."""
-    from folovllm.apps.bench.ladder import bench_milestones, show_ladder
+    from folovllm.apps.bench.ladder import bench_ladder, beside_reference, show_ladder
 
     if given.pop("milestone", None) is not None:
         raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")
     with contenders(given, None, random_weights) as [(newest, fields)]:
-        found = bench_milestones(newest if upto is None else upto, fields, workload, requests, limit, repeats)
+        measure = beside_reference if os.environ.get("FOLOVLLM_MINE") else bench_ladder
+        found = measure(newest if upto is None else upto, fields, workload, requests, limit, repeats)
     finish(found, save, show_ladder)
 
 

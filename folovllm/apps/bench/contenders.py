@@ -47,8 +47,10 @@ GEOMETRIES["qwen3-next-9b"] = GEOMETRIES["qwen3.5-9b"] | {  # the same sizes in 
 }  # fmt: skip
 
 
-def write_geometry(name: str, folder: Path) -> Path:
-    """Write the configuration of a model of this shape to a folder of its name in `folder`, and return that folder.
+def random_model(name: str, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an EngineConfig that runs a geometry with random weights, and write the model's configuration to `folder`.
+
+    The embedded model's tokenizer decodes its text.
 
     Raises:
         ValueError: no such geometry; the sentence lists those there are.
@@ -58,13 +60,8 @@ def write_geometry(name: str, folder: Path) -> Path:
     model = folder / name
     model.mkdir()
     (model / "config.json").write_text(json.dumps(GEOMETRIES[name], indent=1), encoding="utf-8")
-    return model
-
-
-def random_model(name: str, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an EngineConfig that runs this geometry. The embedded model's tokenizer decodes its text."""
-    model = str(write_geometry(name, folder))
-    return {"tokenizer": DEFAULT_MODEL, "model_impl": "native", **common, "model": model, "random_weights": True}
+    own = {"model": str(model), "random_weights": True}
+    return {"tokenizer": DEFAULT_MODEL, "model_impl": "native"} | common | own
 
 
 def used_settings(config: EngineConfig) -> dict[str, Any]:
@@ -88,16 +85,14 @@ def parse_contenders(text: str, common: dict[str, Any]) -> list[Contender]:
             raise ValueError(
                 f"--compare takes milestones with settings behind them, say m1,m2:max_num_seqs=8, not {text!r}"
             )
-        fields = common | {"milestone": milestone} | {key: _value(value) for key, _, value in pairs}
+        fields = common | {"milestone": milestone}
+        for key, _, value in pairs:
+            fields[key] = value
+            with suppress(ValueError):
+                fields[key] = json.loads(value)
         try:
             EngineConfig(**fields)
         except TypeError as error:
             raise ValueError(f"{item!r} in --compare names a setting that there is not: {error}") from error
         contenders.append((item, fields))
     return contenders
-
-
-def _value(text: str) -> Any:
-    with suppress(ValueError):
-        return json.loads(text)
-    return text

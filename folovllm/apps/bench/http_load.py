@@ -24,7 +24,6 @@ class Reply:
     times: list[float] = field(default_factory=list)  # at which a piece of text came
     num_tokens: int = 0  # by the server's own count
     error: str | None = None  # why there is no whole answer
-    is_over: bool = False
 
     @property
     def ttft(self) -> float:
@@ -103,7 +102,6 @@ class Server:
             reply.error = f"cannot reach {self._host}:{self._port}: {error.strerror or error}"
         except (ValueError, KeyError, msgspec.MsgspecError) as error:
             reply.error = f"the server's response cannot be read: {error}"
-        reply.is_over = True
         return reply
 
     def _wire(self, request: BenchRequest, temperature: float) -> bytes:

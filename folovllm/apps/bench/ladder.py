@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from folovllm.apps.bench import throughput as figures
-from folovllm.apps.bench.contenders import Contender, parse_contenders
+from folovllm.apps.bench.contenders import Contender
 from folovllm.apps.bench.report import Result, digits, load, machine_line, ratio, workload_line
 from folovllm.apps.bench.workload import load_workload
 from folovllm.attention.backends.abstract import BackendUnavailable
@@ -53,61 +54,6 @@ LEGEND = (
 )
 
 
-def bench_milestones(*asked: Any) -> Result:
-    """Measure a ladder as `bench_ladder` does; with `--mine`, beside the reference's. Raises ValueError as that does."""
-    found = bench_ladder(*asked)
-    return beside(found, bench_reference(asked)) if os.environ.get("FOLOVLLM_MINE") else found
-
-
-def is_on_gpu(fields: dict[str, Any]) -> bool:
-    """Whether an engine with these fields runs on a GPU."""
-    return choose_device(fields.get("device")).type == "cuda"
-
-
-def contenders_up_to(upto: str, fields: dict[str, Any]) -> list[Contender]:
-    """List the presets up to `upto`; on a GPU, the other attention backends follow.
-
-    Raises:
-        ValueError: no such milestone.
-    """
-    if upto not in PRESETS:
-        raise ValueError(f"unknown milestone {upto!r}: choose one of {', '.join(PRESETS)}")
-    found = parse_contenders(",".join(name for name in PRESETS if name <= upto), fields)
-    return found + (other_backends(found[-1]) if is_on_gpu(fields) and upto >= FIRST_WITH_BACKENDS else [])
-
-
-def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) -> list[Contender]:
-    """Give the milestones little memory and small chunks, so that a CPU shows what each of them is for.
-
-    The KV cache has room for `SLOTS` requests as long as the workload's longest, in slots or in the same bytes of
-    blocks, and where prompts come in chunks a step has `CHUNK` tokens. What a contender's fields say already stays.
-    """
-    setup = set_up(EngineConfig(**contenders[0][1]))
-    longest = load_workload(workload_name, count).longest
-    context = setup.config.max_model_len or min(longest, num_positions(setup.hf_config))
-    little = {"max_model_len": context, "kv_cache_memory": SLOTS * context * setup.kv_bytes_per_token}
-    found = []
-    for name, fields in contenders:
-        chunk = {"max_num_batched_tokens": CHUNK} if EngineConfig(**fields).enable_chunked_prefill else {}
-        found.append((name, little | chunk | fields))
-    return found
-
-
-def other_backends(contender: Contender) -> list[Contender]:
-    """List the same engine with each paged backend that runs here and that "auto" did not choose."""
-    name, overrides = contender
-    chosen, found = set_up(EngineConfig(**overrides)).backend, []
-    for backend in ("torch_paged", *list(BACKENDS)[list(BACKENDS).index("torch_paged") + 1 :]):
-        fields = {**overrides, "attention_backend": backend}
-        try:
-            set_up(EngineConfig(**fields))
-        except BackendUnavailable:
-            continue  # what a machine does not have is left out
-        if backend != chosen:
-            found.append((f"{name} {backend}", fields))
-    return found
-
-
 def bench_ladder(
     upto: str, fields: dict[str, Any], workload: str | None, requests: int | None, limit: float | None, repeats: int
 ) -> Result:
@@ -116,15 +62,55 @@ def bench_ladder(
     Raises:
         ValueError: no such milestone; or greedy float32 answers on CPU differ.
     """
-    contenders, on_gpu = contenders_up_to(upto, fields), is_on_gpu(fields)
+    on_gpu = choose_device(fields.get("device")).type == "cuda"
     workload = workload or ("nano-vllm" if on_gpu else "mixed")
-    contenders = contenders if on_gpu else for_cpu(contenders, workload, requests)
+    contenders = milestones_up_to(upto, fields)
+    if not on_gpu:
+        contenders = for_cpu(contenders, workload, requests)
+    elif upto >= FIRST_WITH_BACKENDS:
+        contenders += other_backends(contenders[-1])
     result = figures.bench_throughput(contenders, workload, requests, repeats, limit, "ladder")
     for run in result.runs:  # a GPU's work is not the CPU's; a small model stays in a CPU's cache, which no copy shows
         run.metrics.pop(figures.PER_CPU_SECOND if on_gpu else figures.ROOFLINE, None)
     if not on_gpu and fields.get("dtype", "auto") in ("auto", "float32"):
         check_answers(result)  # rounding cannot explain a difference
     return result
+
+
+def milestones_up_to(upto: str, fields: dict[str, Any]) -> list[Contender]:
+    """List the presets up to `upto`. Raises ValueError where there is no such milestone."""
+    if upto not in PRESETS:
+        raise ValueError(f"unknown milestone {upto!r}: choose one of {', '.join(PRESETS)}")
+    return [(name, {**fields, "milestone": name}) for name in PRESETS if name <= upto]
+
+
+def for_cpu(contenders: list[Contender], workload: str, count: int | None) -> list[Contender]:
+    """Give the milestones little memory and small chunks, so that a CPU shows what each of them is for.
+
+    The KV cache has room for `SLOTS` requests as long as the workload's longest, in slots or in the same bytes of
+    blocks, and where prompts come in chunks a step has `CHUNK` tokens. What a contender's fields say already stays.
+    """
+    setup = set_up(EngineConfig(**contenders[0][1]))
+    longest = load_workload(workload, count).longest
+    context = setup.config.max_model_len or min(longest, num_positions(setup.hf_config))
+    little = {"max_model_len": context, "kv_cache_memory": SLOTS * context * setup.kv_bytes_per_token}
+    chunk = {"max_num_batched_tokens": CHUNK}
+    return [
+        (name, little | (chunk if EngineConfig(**fields).enable_chunked_prefill else {}) | fields)
+        for name, fields in contenders
+    ]
+
+
+def other_backends(contender: Contender) -> list[Contender]:
+    """List the same engine with each paged backend that runs here and that "auto" did not choose."""
+    name, fields = contender
+    chosen, names, found = set_up(EngineConfig(**fields)).backend, list(BACKENDS), []
+    for backend in names[names.index("torch_paged") :]:
+        own = {**fields, "attention_backend": backend}
+        with suppress(BackendUnavailable):  # what a machine does not have is left out
+            set_up(EngineConfig(**own))
+            found += [(f"{name} {backend}", own)] * (backend != chosen)
+    return found
 
 
 def check_answers(result: Result) -> None:
@@ -138,38 +124,35 @@ def check_answers(result: Result) -> None:
             )
 
 
-def bench_reference(asked: Any) -> Result:
-    """Measure the same ladder of the package's own code, in a process without `FOLOVLLM_MINE`.
+def beside_reference(*asked: Any) -> Result:
+    """Measure a ladder as `bench_ladder` does, and the same of the package's own code, in a process without `FOLOVLLM_MINE`.
+
+    Two runs a milestone: the reference's, then the learner's.
 
     Raises:
         RuntimeError: that process failed; its last line says why.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "FOLOVLLM_MINE"}
+    mine, environment = bench_ladder(*asked), os.environ | {"PYTHONPATH": import_path()}
+    environment.pop("FOLOVLLM_MINE", None)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.json"
         command = python_command("folovllm.apps.bench.ladder", json.dumps(asked), str(file))
-        child = subprocess.run(command, env=environment | {"PYTHONPATH": import_path()}, stderr=subprocess.PIPE)
+        child = subprocess.run(command, env=environment, stderr=subprocess.PIPE)
         if child.returncode:
             raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
-        return load(file)
-
-
-def beside(mine: Result, reference: Result) -> Result:
-    """Put two ladders into one, with two runs a milestone: the reference's, then the learner's."""
-    runs = [
-        renamed
-        for own, other in zip(mine.runs, reference.runs, strict=True)
-        for renamed in (replace(other, name=f"{other.name} reference"), replace(own, name=f"{own.name} mine"))
+        pairs = zip(load(file).runs, mine.runs, strict=True)
+    words = ("reference", "mine")
+    mine.runs = [
+        replace(run, name=f"{run.name} {word}") for pair in pairs for run, word in zip(pair, words, strict=True)
     ]
-    return replace(mine, runs=runs)
+    return mine
 
 
 def show_ladder(result: Result, console: Console | None = None) -> None:
     """Print a row for each milestone. The ratio compares its tokens a second with the first one's."""
     console = console or Console(highlight=False)
     title = f"bench ladder: {workload_line(result.workload)}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("")
+    table = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     units = {name: metric.unit for run in result.runs for name, metric in run.metrics.items()}
     agreement = {run.metrics[figures.AGREEMENT].median for run in result.runs if figures.AGREEMENT in run.metrics}
     columns = [name for name in COLUMNS if name in units and not (name == figures.AGREEMENT and agreement == {100})]
@@ -185,5 +168,5 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
     console.print(machine_line(result), style="dim", soft_wrap=True)
 
 
-if __name__ == "__main__":  # the child process of `bench_reference`
+if __name__ == "__main__":  # the child process of `beside_reference`
     bench_ladder(*json.loads(sys.argv[1])).save(Path(sys.argv[2]))

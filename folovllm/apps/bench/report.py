@@ -24,7 +24,7 @@ import folovllm
 from folovllm.distributed.cores import num_cores
 from folovllm.models.written_files import write_whole
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")  # that decide about speed
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,13 +41,22 @@ class Metric:
         """The metric of several repeats."""
         return cls(statistics.median(values), (min(values), max(values)), unit, higher_is_better)
 
+    def __str__(self) -> str:
+        low, high = map(digits, self.spread)
+        return digits(self.median) + (f" ({low}..{high})" if low != high else "")
+
+
+def milliseconds(seconds: list[float]) -> Metric:
+    """The metric of repeats of a time."""
+    return Metric.of([1e3 * each for each in seconds], "ms", False)
+
 
 def latencies(name: str, passes: list[list[float]]) -> dict[str, Metric]:
-    """Median and 99th percentile of seconds, in milliseconds, over the repeats. Nothing where a repeat has none."""
+    """Median and 99th percentile of seconds, over the repeats. Nothing where a repeat has none."""
 
     def over(share: float) -> Metric:
         """The smallest value of each repeat that at least this share of all does not exceed."""
-        return Metric.of([1e3 * sorted(one)[min(len(one) - 1, int(share * len(one)))] for one in passes], "ms", False)
+        return milliseconds([sorted(one)[min(len(one) - 1, int(share * len(one)))] for one in passes])
 
     return {f"{name} median": over(0.5), f"{name} p99": over(0.99)} if all(passes) else {}
 
@@ -83,7 +92,11 @@ class Result:
 
     def describe_here(self) -> Result:
         """Fill in this machine, these versions, this command."""
-        self.machine, self.versions, self.commit = machine() | self.machine, versions(), commit()
+        self.machine, self.commit = machine() | self.machine, commit()
+        self.versions = {"python": platform.python_version(), "folovllm": folovllm.__version__}
+        for package in PACKAGES:
+            with suppress(metadata.PackageNotFoundError):
+                self.versions[package] = metadata.version(package)
         self.command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         return self
@@ -115,15 +128,6 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package, and of the packages that decide about speed."""
-    found = {"python": platform.python_version(), "folovllm": folovllm.__version__}
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
 def commit() -> str | None:
     """Return the checkout's commit, with a "+" if files differ from it; None outside of a checkout."""
     root, command = Path(folovllm.__file__).parents[1], ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -136,27 +140,17 @@ def commit() -> str | None:
 def show(result: Result, console: Console | None = None) -> None:
     """Print a row for each metric and a column for each run, with its ratio to the first run (above 1 is better)."""
     console = console or Console(highlight=False)
-    table = Table(title=f"bench {result.benchmark}: {workload_line(result.workload)}", title_justify="left")
-    table.add_column("")
+    table = Table("", title=f"bench {result.benchmark}: {workload_line(result.workload)}", title_justify="left")
     for i, run in enumerate(result.runs):
         table.add_column(run.title, justify="right")
         if i:
             table.add_column(f"/ {result.runs[0].name}", justify="right", style="bold")
-    for name in dict.fromkeys(name for run in result.runs for name in run.metrics):
+    for name, unit in {name: metric.unit for run in result.runs for name, metric in run.metrics.items()}.items():
         first, *others = (run.metrics.get(name) for run in result.runs)
-        unit = next(metric.unit for metric in (first, *others) if metric)
-        cells = (cell for each in others for cell in (_number(each), ratio(first, each)))
-        table.add_row(escape(f"{name} [{unit}]" if unit else name), _number(first), *cells)
+        cells = (cell for other in others for cell in (str(other or "-"), ratio(first, other)))
+        table.add_row(escape(f"{name} [{unit}]" if unit else name), str(first or "-"), *cells)
     console.print(table)
     console.print(machine_line(result), style="dim")
-
-
-def _number(metric: Metric | None) -> str:
-    if metric is None:
-        return "-"
-    low, high = metric.spread
-    text = digits(metric.median)
-    return text if low == high else f"{text} ({digits(low)}..{digits(high)})"
 
 
 def digits(value: float) -> str:
@@ -186,5 +180,5 @@ def device_line(result: Result) -> str:
 
 def machine_line(result: Result) -> str:
     """Say on which machine, with which versions and by which command a result was measured."""
-    versions = " ".join(f"{k} {v}" for k, v in result.versions.items() if k in ("torch", "folovllm"))
+    versions = " ".join(f"{name} {result.versions.get(name)}" for name in ("torch", "folovllm"))
     return f"{device_line(result)}; {versions}; commit {result.commit}; {result.command}"

@@ -15,8 +15,8 @@ import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -76,11 +76,11 @@ async def drive(requests: list[BenchRequest], point: Point, ask: Ask) -> None:
 
 def figures(replies: list[Reply], begin: float) -> dict[str, Metric]:
     """Figures of those that were answered; rates are over the time from the first request, at `begin`, to the last token."""
-    answered = [reply for reply in replies if reply.is_over and reply.error is None and reply.times]
-    seconds = max((reply.times[-1] for reply in answered), default=begin) - begin
-    failed = sum(reply.is_over and reply.error is not None for reply in replies)
+    answered = [reply for reply in replies if reply.error is None and reply.times]
+    failed = sum(reply.error is not None for reply in replies)
     metrics = {"answered": Metric.of([len(answered)]), "failed": Metric.of([failed], "", False)}
-    if not answered or seconds <= 0:
+    seconds = max((reply.times[-1] for reply in answered), default=begin) - begin
+    if seconds <= 0:
         return metrics
     tokens = sum(reply.num_tokens for reply in answered)
     metrics["requests"] = Metric.of([len(answered) / seconds], "/s")
@@ -89,17 +89,6 @@ def figures(replies: list[Reply], begin: float) -> dict[str, Metric]:
     metrics |= latencies("TTFT", [[reply.ttft for reply in answered]])
     metrics |= latencies("TPOT", [[reply.tpot for reply in answered if reply.num_tokens > 1]])
     return metrics | latencies("ITL", [[gap for reply in answered for gap in reply.gaps]])
-
-
-def first_model(url: str, api_key: str | None) -> str:
-    """The first model that a server names. Raises ValueError where none answers."""
-    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=END) as response:
-            return str(json.load(response)["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"no server answers at {address}: {error}") from error
 
 
 def flags_of(fields: dict[str, Any]) -> list[str]:
@@ -166,8 +155,15 @@ def own_servers(contenders: list[Contender], engine_process: bool | None = None)
 
 
 def server_at(url: str, model: str | None = None, api_key: str | None = None) -> list[Target]:
-    """A server that is there. Raises ValueError where none answers."""
-    model = model or first_model(url, api_key)
+    """A server that is there; the model is its first one, if none is named. Raises ValueError where none answers."""
+    if model is None:
+        address = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=END) as response:
+                model = str(json.load(response)["data"][0]["id"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"no server answers at {address}: {error}") from error
     return [Target(model, {"url": url}, nullcontext(url), model, api_key)]
 
 
@@ -178,37 +174,31 @@ def sweep(targets: list[Target], workload: Workload, points: list[Point]) -> tup
         ValueError: a server answers none of the first requests.
     """
     result = Result("serve", workload.describe())
-    try:
+    with suppress(KeyboardInterrupt):  # the loads before this one count
         for target in targets:
             with target.address as url:
                 server = Server(url, target.model, target.api_key)
-                first, _ = load(server, workload, Point(clients=1), 1, f"{target.name}, warm-up", WARM_UP)
+                warm_up = replace(workload, requests=workload.requests[:WARM_UP])
+                first, _ = asyncio.run(load(server, warm_up, Point(clients=1), 1, f"{target.name}, warm-up"))
                 if all(reply.error for reply in first):
                     raise ValueError(f"{target.name} answered nothing: {first[0].error}")
                 for number, point in enumerate(points, 2):
                     title = f"{target.name} at {point}"
-                    found = figures(*load(server, workload, point, number, title))
-                    settings = target.settings | {"rate": point.rate, "clients": point.clients}
-                    result.runs.append(Run(title, settings, found))
-    except KeyboardInterrupt:  # the loads before this one count
-        return result, False
-    return result, True
+                    found = figures(*asyncio.run(load(server, workload, point, number, title)))
+                    result.runs.append(Run(title, target.settings | asdict(point), found))
+        return result, True
+    return result, False
 
 
-def load(
-    server: Server, workload: Workload, point: Point, number: int, title: str, count: int | None = None
-) -> tuple[list[Reply], float]:
-    """Send the first `count` requests with tokens that no load of another number has. Returns the replies, and when it began."""
-    replies, requests = list[Reply](), workload.for_vocabulary(VOCABULARY, number).requests[:count]
+async def load(server: Server, workload: Workload, point: Point, number: int, title: str) -> tuple[list[Reply], float]:
+    """Send the requests with tokens that no load of another number has. Returns the replies, and when it began."""
+    requests, replies = workload.for_vocabulary(VOCABULARY, number).requests, list[Reply]()
+    begin = asyncio.get_running_loop().time()
     with tqdm(total=len(requests), desc=title, leave=False, dynamic_ncols=True) as bar:
 
         async def ask(request: BenchRequest) -> None:
             await server.ask(request, workload.temperature, replies)
             bar.update()
 
-        async def ask_all() -> float:
-            begin = asyncio.get_running_loop().time()
-            await drive(requests, point, ask)
-            return begin
-
-        return replies, asyncio.run(ask_all())
+        await drive(requests, point, ask)
+    return replies, begin

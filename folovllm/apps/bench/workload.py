@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,15 +64,16 @@ def load_workload(name: str, count: int | None = None) -> Workload:
     Raises:
         ValueError: no such workload, or a line that is none; the sentence names the line.
     """
+    path, rng = Path(name), random.Random(0)
     if name in WORKLOADS:
-        requests, temperature = WORKLOADS[name](random.Random(0), count), 0.6 if name == "nano-vllm" else 0.0
-    elif os.path.isfile(name):
-        requests, temperature = _from_file(Path(name)), 0.0
+        requests = WORKLOADS[name](rng, count)
+    elif path.is_file():
+        requests = _from_file(path, rng)
     else:
         raise ValueError(
             f"unknown workload {name!r}: choose one of {', '.join(WORKLOADS)}, or name a file of JSON lines"
         )
-    return Workload(Path(name).name, requests[:count], temperature)
+    return Workload(path.name, requests[:count], temperature=0.6 if name == "nano-vllm" else 0.0)
 
 
 def mixed_workload(count: int, seed: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Workload:
@@ -80,15 +81,14 @@ def mixed_workload(count: int, seed: int, prompts: tuple[int, int], answers: tup
     rng, ids = random.Random(seed), random.Random(0)
 
     def length(bounds: tuple[int, int]) -> int:
-        return round(math.exp(rng.uniform(math.log(bounds[0]), math.log(bounds[1]))))
+        return round(math.exp(rng.uniform(*map(math.log, bounds))))
 
     return Workload("mixed", [BenchRequest(_ids(ids, length(prompts)), length(answers)) for _ in range(count)])
 
 
 def _uniform(rng: random.Random, count: int | None) -> list[BenchRequest]:
     """64 prompts of 32 to 256 tokens, with answers of 32 to 128."""
-    sizes = range(64 if count is None else count)
-    return [BenchRequest(_ids(rng, rng.randint(32, 256)), rng.randint(32, 128)) for _ in sizes]
+    return [BenchRequest(_ids(rng, rng.randint(32, 256)), rng.randint(32, 128)) for _ in range(count or 64)]
 
 
 def _latency(rng: random.Random, count: int | None) -> list[BenchRequest]:
@@ -104,7 +104,7 @@ def _mixed(rng: random.Random, count: int | None) -> list[BenchRequest]:
     """
     shared = _ids(rng, 256)
     requests = []
-    for index in range(24 if count is None else count):
+    for index in range(count or 24):
         prompt = _ids(rng, 1000) if index % 12 == 8 else shared + _ids(rng, rng.randint(8, 32))
         requests.append(BenchRequest(prompt, rng.randint(48, 112)))
     return requests
@@ -112,31 +112,33 @@ def _mixed(rng: random.Random, count: int | None) -> list[BenchRequest]:
 
 def _nano_vllm(rng: random.Random, count: int | None) -> list[BenchRequest]:
     """nano-vllm's own benchmark: 256 requests; all prompts are drawn before the first length of an answer."""
-    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    prompts = [_ids(rng, rng.randint(100, 1024)) for _ in range(256)]
     return [BenchRequest(prompt, rng.randint(100, 1024)) for prompt in prompts]
 
 
 WORKLOADS = {"default": _uniform, "latency": _latency, "mixed": _mixed, "nano-vllm": _nano_vllm}
 
 
-def _from_file(path: Path) -> list[BenchRequest]:
-    rng, requests = random.Random(0), []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            prompt, answer = (
-                record.get("prompt_token_ids") or _ids(rng, int(record["prompt_len"])),
-                int(record["output_len"]),
-            )
-            if not prompt or answer < 1:
-                raise ValueError("a prompt and an answer have at least one token")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path}, line {number} is no request: it needs prompt_len (or prompt_token_ids) and output_len, at least 1"
-            ) from error
-        requests.append(BenchRequest(prompt, answer))
+class Line(msgspec.Struct):
+    """A request in a file: `prompt_len` random tokens, unless they are named."""
+
+    output_len: Annotated[int, msgspec.Meta(ge=1)]
+    prompt_len: int = 0
+    prompt_token_ids: list[int] = []
+
+
+def _from_file(path: Path, rng: random.Random) -> list[BenchRequest]:
+    requests = []
+    for number, text in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        if text.strip():
+            wrong = f"{path}, line {number} is no request: it needs prompt_len (or prompt_token_ids) and output_len, at least 1"
+            try:
+                line = msgspec.json.decode(text, type=Line)
+            except ValueError as error:
+                raise ValueError(wrong) from error
+            requests.append(BenchRequest(line.prompt_token_ids or _ids(rng, line.prompt_len), line.output_len))
+            if not requests[-1].prompt:
+                raise ValueError(wrong)
     if not requests:
         raise ValueError(f"{path} holds no request")
     return requests

@@ -13,7 +13,6 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -22,11 +21,12 @@ from rich.text import Text
 
 import folovllm
 from folovllm.apps.cli.flags import engine_flags, pick, with_flags, writable
-from folovllm.apps.cli.terminal import print_next, stderr, stream_answer, tolerate_encodings
+from folovllm.apps.cli.terminal import as_json_line, print_answer, stderr, stream_answer, tolerate_encodings
 from folovllm.plugins import DOWNLOADS, load_elective
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
+    from folovllm.outputs import RequestOutput
 
 USER_ERROR = 2  # the exit code of a usage error, too
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -155,7 +155,11 @@ def generate(
     chats = llm.has_chat_template and not raw
     asked = [llm.render_chat([{"role": "user", "content": text}]) for text in texts] if chats else texts
     untold, between = deque(texts), "\n" * chats
-    tell = partial(print_next, llm, untold, as_json, between)
+
+    def tell(output: RequestOutput) -> None:
+        output.prompt = untold.popleft()
+        print(as_json_line(output), flush=True) if as_json else print_answer(output, llm, between)
+
     try:
         with listening(llm, record, trace, show_steps):
             if len(asked) == params.n == 1 and sys.stdout.isatty() and not (as_json or show_steps):

@@ -35,7 +35,7 @@ class Chat:
         self.messages: list[dict[str, str]] = list(self._opening)
 
     def run(self) -> None:
-        """Read and answer until the input ends."""
+        """Read and answer until the input ends. A question that no longer fits into the context leaves the conversation as it was."""
         if sys.stdin.isatty():
             import readline  # noqa: F401  arrow keys and history in input()
 
@@ -47,7 +47,10 @@ class Chat:
                 self.reset()
                 self.notes.print("A new conversation.", style="dim")
             elif line:
-                self._turn(line)
+                try:
+                    self.answer(line)
+                except ValueError as error:
+                    self.notes.print(f"error: {error} (/reset starts a new conversation)", style="red", markup=False)
 
     def _read(self) -> str | None:
         """The next line, or None at the end of the input. Ctrl-C discards what was typed so far; without a terminal it leaves."""
@@ -61,21 +64,13 @@ class Chat:
         except EOFError:
             return None
 
-    def _turn(self, question: str) -> None:
-        """Answer, or say why not: a question that no longer fits into the context leaves the conversation as it was."""
-        try:
-            self.answer(question)
-        except ValueError as error:
-            self.notes.print(f"error: {error} (/reset starts a new conversation)", style="red", markup=False)
-
     def answer(self, question: str) -> str:
         """Stream the answer to stdout and add both to the history; the text before a Ctrl-C counts."""
         messages, text = [*self.messages, {"role": "user", "content": question}], ""
         self._num_requests += 1
         try:
-            for output in stream(
-                self._llm, f"chat-{self._num_requests}", self._llm.render_chat(messages), self._params
-            ):
+            prompt = self._llm.render_chat(messages)
+            for output in stream(self._llm, f"chat-{self._num_requests}", prompt, self._params):
                 print(output.outputs[0].delta_text, end="", flush=True)
                 text += output.outputs[0].delta_text
         except ValueError:

@@ -29,14 +29,14 @@ class StepPrinter:
         """Print what happened."""
         self._log(events)
         self._watcher(events)
-        steps = self._log.take()
-        for stats in steps:
-            stderr().print(step_line(stats), style="dim", soft_wrap=True)
-        pool = draw_pool(self._watcher).split() if steps else self._printed
-        for line in pool:
-            if line.plain and line not in self._printed:
-                stderr().print(line, soft_wrap=True)
-        self._printed = list(pool)
+        if steps := self._log.take():
+            for stats in steps:
+                stderr().print(step_line(stats), style="dim", soft_wrap=True)
+            pool = draw_pool(self._watcher).split()
+            for line in pool:
+                if line.plain and line not in self._printed:
+                    stderr().print(line, soft_wrap=True)
+            self._printed = list(pool)
 
 
 def step_line(stats: StepStats) -> str:
@@ -45,14 +45,15 @@ def step_line(stats: StepStats) -> str:
 
     Where experts are counted, also how uneven their load is: the busiest one's, in multiples of an equal share.
     """
-    queues = f"waiting {stats.waiting:<4} running {stats.running:<4}"
-    drafts = (
-        f"   draft tokens accepted {stats.num_accepted} of {stats.num_draft_tokens}" if stats.num_draft_tokens else ""
-    )
+    line = f"step {stats.index:<5} waiting {stats.waiting:<4} running {stats.running:<4} tokens {stats.num_tokens:<6}"
+    line += f" {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}"
+    if stats.num_draft_tokens:
+        line += f"   draft tokens accepted {stats.num_accepted} of {stats.num_draft_tokens}"
     if stats.num_offloaded or stats.num_loaded:
-        drafts += f"   offloaded {stats.num_offloaded} loaded {stats.num_loaded}"
-    load = f"   busiest expert {max(map(imbalance, stats.experts)):.1f}x" if stats.experts else ""
-    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}{drafts}{load}"
+        line += f"   offloaded {stats.num_offloaded} loaded {stats.num_loaded}"
+    if stats.experts:
+        line += f"   busiest expert {max(map(imbalance, stats.experts)):.1f}x"
+    return line
 
 
 def draw_pool(watcher: Watcher) -> Text:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from folovllm.engine.inputs import Prompt
     from folovllm.llm import LLM
-    from folovllm.outputs import RequestMetrics, RequestOutput
+    from folovllm.outputs import RequestOutput
     from folovllm.sampling_params import SamplingParams
 
 
@@ -32,12 +31,6 @@ def tolerate_encodings() -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         encoding = "utf-8-sig" if sys.stdin.encoding.lower() == "utf-8" else None
         sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape")
-
-
-def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output: RequestOutput) -> None:
-    """Print the answer to the first prompt of `untold`, and take the prompt out."""
-    output.prompt = untold.popleft()
-    print(as_json_line(output), flush=True) if as_json else show(output, llm, between)
 
 
 def stream(llm: LLM, request_id: str, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
@@ -70,7 +63,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str
         raise KeyboardInterrupt
 
 
-def show(output: RequestOutput, llm: LLM, between: str) -> None:
+def print_answer(output: RequestOutput, llm: LLM, between: str) -> None:
     """Prompt and answers on stdout, the times on stderr."""
     for answer in output.outputs:
         text = Text.assemble((f"{output.prompt}{between}", "bold"), answer.text)
@@ -79,19 +72,14 @@ def show(output: RequestOutput, llm: LLM, between: str) -> None:
 
 
 def show_times(output: RequestOutput, llm: LLM) -> None:
-    """How long it took, on stderr, and on a CPU with how many threads."""
-    threads = f" · {count} thread{'s' * (count > 1)}" if (count := llm.engine.num_threads) else ""
-    stderr().print(times(output.metrics) + threads, style="dim")
-
-
-def times(metrics: RequestMetrics) -> str:
-    """`37 tokens · TTFT 12.0 ms · TPOT 3.1 ms · 290.1 tokens/s`; a time that there is not, is left out."""
+    """On stderr `37 tokens · TTFT 12.0 ms · TPOT 3.1 ms · 290.1 tokens/s`, on a CPU with the number of threads; what there is not, is left out."""
+    metrics, threads = output.metrics, llm.engine.num_threads
     parts = [f"{metrics.num_generated_tokens} tokens"]
-    latencies = {"TTFT": metrics.ttft, "TPOT": metrics.tpot}
-    parts += [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in latencies.items() if seconds is not None]
-    if metrics.tokens_per_second:
-        parts.append(f"{metrics.tokens_per_second:.1f} tokens/s")
-    return " · ".join(parts)
+    for name, seconds in (("TTFT", metrics.ttft), ("TPOT", metrics.tpot)):
+        parts += [f"{name} {seconds * 1e3:.1f} ms"] if seconds is not None else []
+    parts += [f"{metrics.tokens_per_second:.1f} tokens/s"] if metrics.tokens_per_second else []
+    parts += [f"{threads} thread{'s' * (threads > 1)}"] if threads else []
+    stderr().print(" · ".join(parts), style="dim")
 
 
 def as_json_line(output: RequestOutput) -> str:
