@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from folovllm.apps.inspector.replay import Recording, parse
+from folovllm.apps.inspector.lines import Recording, parse
 from folovllm.apps.inspector.watcher import Watched
 from tests.helpers import tiny_checkpoint
 from tests.inspector.browser import SAMPLES
-from tests.inspector.test_live import replayed
+from tests.inspector.test_recording import replayed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 REFERENCE = Path(__file__).parents[2] / "folovllm" / "engine" / "scheduler.py"

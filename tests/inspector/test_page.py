@@ -13,8 +13,8 @@ import pytest
 
 from folovllm.apps.cli import main
 from folovllm.apps.inspector import film, show
+from folovllm.apps.inspector.lines import read
 from folovllm.apps.inspector.page import inline_source, whole_page
-from folovllm.apps.inspector.replay import read
 from folovllm.apps.inspector.trace import DEVICE, ENGINE, POSTPROCESS, REQUESTS, SCHEDULE, Trace
 from tests.helpers import tiny_checkpoint
 from tests.m5.test_events import GREEDY, World, engine

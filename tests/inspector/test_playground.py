@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from folovllm.apps.inspector.lines import Scored, StepEnded
+from folovllm.apps.inspector.lines import Recording, Scored, StepEnded, parse
 from folovllm.apps.inspector.playground import CONTROLS, DEFAULTS, Playground
-from folovllm.apps.inspector.replay import Recording, parse
 from folovllm.apps.inspector.scenes import Sampling, scenes
 from folovllm.apps.inspector.serve import playground_app, replay_app
 from folovllm.engine.scheduler import Scheduler
 from tests.helpers import tiny_checkpoint
-from tests.inspector.test_live import replayed
+from tests.inspector.test_recording import replayed
 
 MODEL = {"model": str(tiny_checkpoint()), "device": "cpu"}
 SMALL = {"num_kv_blocks": 12, "block_size": 4, "max_num_seqs": 4}

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from folovllm.apps.inspector.lines import read
 from folovllm.apps.inspector.playground import DEFAULTS, changed
-from folovllm.apps.inspector.replay import read
 from folovllm.apps.inspector.scenes import Scene, scenes
-from tests.inspector.test_live import replayed
+from tests.inspector.test_recording import replayed
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = ROOT / "docs" / "assets" / "recordings"

@@ -10,7 +10,7 @@ import pytest
 
 from folovllm.apps.inspector import lines
 from folovllm.apps.inspector.recorder import Recorder
-from folovllm.apps.inspector.replay import parse
+from folovllm.apps.inspector.lines import parse
 from folovllm.cache.block_manager import Block
 from folovllm.config import EngineConfig
 from folovllm.electives.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from folovllm.apps.inspector.lines import read
 from folovllm.apps.inspector.page import inline_source, whole_page
 from folovllm.apps.inspector.recorder import Recorder
-from folovllm.apps.inspector.replay import read
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine

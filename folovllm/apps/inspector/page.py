@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from folovllm.apps.inspector.replay import Recording, read
+from folovllm.apps.inspector.lines import Recording, read
 from folovllm.models.written_files import write_whole
 
 STATIC = Path(__file__).parent / "static"
