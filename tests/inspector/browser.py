@@ -18,6 +18,7 @@ STATIC = Path(__file__).resolve().parents[2] / "folovllm" / "apps" / "inspector"
 SAMPLES = Path(__file__).parent / "data"
 HOST = "http://inspector.test/"
 DRAWN = "new Promise(requestAnimationFrame)"  # what was asked for before is drawn in that frame
+TICK = "inspector.player.clock.tick"
 SHOWN = "window.inspector?.player && inspector.lanes[0]?.frame != null"
 
 

@@ -41,7 +41,7 @@ class Taped(World):
 def state_of(watcher: Watcher) -> Any:
     """All that a watcher knows, as a value."""
     seqs = {
-        id_: (s.added.request_id, s.is_running, s.num_tokens, s.num_computed_tokens, tuple(s.block_table), s.refused)
+        id_: (s.request_id, s.is_running, s.num_tokens, s.num_computed_tokens, tuple(s.block_table), s.refused)
         for id_, s in watcher.sequences.items()
     }
     return watcher.cells, seqs

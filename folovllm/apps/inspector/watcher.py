@@ -34,6 +34,11 @@ class Watched:
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None  # the last budget that refused it, while it waits
 
+    @property
+    def request_id(self) -> str:
+        """Whose answer it is."""
+        return self.added.request_id
+
 
 NOBODY = ev.RequestAdded(-1, "", 0, (), 0, 0, 0.0)
 
