@@ -123,7 +123,7 @@ def test_without_the_flag_there_is_nothing() -> None:
 
 
 class TestPieces:
-    """Beside the engine."""
+    """Beside the engine, and for those who read them."""
 
     def test_at_most_so_often(self) -> None:
         world, now = World(engine("m5"), 1), [0.0]
@@ -151,41 +151,21 @@ class TestPieces:
     def test_joined_at_any_moment_it_ends_in_the_same_state(self) -> None:
         world = World(engine("m6"), 2)
         lines = PacedEngine(world.engine)
-        lines.watch(True)
-        readers: list[list[bytes]] = [[]]
+        subscribers = Subscribers(lines.watch)
+        readers = [subscribers.add()]
         for turn in range(60):
             if turn % 13 == 12:
-                lines.watch(True)
-                readers.append([])
+                readers.append(subscribers.add())
             world.turn()
-            for piece in lines.take(all_of_it=True):
-                for reader in readers:
-                    if bool(reader) != is_beginning(piece):
-                        reader.append(piece)
+            subscribers.publish(lines.take(all_of_it=True))
         for reader in readers:
-            assert state_of(replayed(parse(b"".join(reader).decode(), "joined"))) == state_of(world.watcher)
-        lines.end_recording("closed")
-
-
-class TestSubscribers:
-    """Beside the event loop; whoever asks `watch` for a beginning gets one when the test says so."""
-
-    BEGINNING, MORE = b'{"format": 1}\n', b'["turn", 0]\n'
-
-    def test_each_gets_what_is_for_it(self) -> None:
-        asked: list[bool] = []
-        subscribers = Subscribers(asked.append)
-        first = subscribers.add()
-        subscribers.publish([self.BEGINNING, self.MORE])
-        second = subscribers.add()
-        subscribers.publish([self.MORE, self.BEGINNING, self.MORE])
-        assert first.read() == self.BEGINNING + 3 * self.MORE and second.read() == self.BEGINNING + self.MORE
-        subscribers.remove(first)
-        assert asked == [True, True]
-        subscribers.remove(second)
-        assert asked == [True, True, False]
+            found = parse(reader.read().decode(), "joined")
+            assert state_of(replayed(found)) == state_of(world.watcher)
+            subscribers.remove(reader)
+        assert lines._recorder is None, "nobody looks any more"
 
     def test_one_who_does_not_read_begins_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        beginning, more = b'{"format": 1}\n', b'["turn", 0]\n'
         monkeypatch.setattr(live, "MOST_UNREAD", 100)
         asked: list[bool] = []
         subscribers = Subscribers(asked.append)
@@ -193,18 +173,18 @@ class TestSubscribers:
         async def story() -> list[bytes]:
             reader, quick = subscribers.add(), subscribers.add()
             stream, other = subscribers.events(reader), subscribers.events(quick)
-            subscribers.publish([self.BEGINNING])
+            subscribers.publish([beginning])
             got = [await anext(stream)]
             await anext(other)
             for _ in range(20):
-                subscribers.publish([self.MORE])
+                subscribers.publish([more])
                 await anext(other)
             assert reader.is_lost and not reader.unread and not quick.is_lost
             waits = asyncio.ensure_future(anext(stream))
             while asked != [True, True, True]:  # its own beginning, asked for only now that it reads
                 await asyncio.sleep(0)
-            subscribers.publish([self.MORE, self.BEGINNING, self.MORE])
+            subscribers.publish([more, beginning, more])
             got.append(await waits)
             return got
 
-        assert asyncio.run(story()) == [as_event(self.BEGINNING), as_event(self.BEGINNING + self.MORE)]
+        assert asyncio.run(story()) == [as_event(beginning), as_event(beginning + more)]
