@@ -62,7 +62,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert(msgspec.structs.asdict(self) | changes, Settings)
         except msgspec.ValidationError as error:
-            raise ValueError(f"the playground cannot be set so: {error}") from error
+            choices = [f"{name} {', '.join(map(str, f['enum']))}" for name, f in schemas().items() if "enum" in f]
+            raise ValueError(f"the playground cannot be set so: {error} (choices: {'; '.join(choices)})") from error
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """The JSON Schema of each setting."""
+    properties: dict[str, dict[str, Any]] = msgspec.json.schema(Settings)["$defs"]["Settings"]["properties"]
+    return properties
 
 
 def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any]:
@@ -137,10 +144,9 @@ class Playground:
 
     def described(self) -> dict[str, Any]:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
-        fields = msgspec.json.schema(Settings)["$defs"]["Settings"]["properties"]
-        if "model" in self._overrides:
-            del fields["experts"], fields["states"]  # which choose an embedded model
-        told = {"fields": fields, "values": msgspec.structs.asdict(self.settings), "mine": self.runs_mine}
+        hidden = ("experts", "states") if "model" in self._overrides else ()  # those choose an embedded model
+        shown = {name: field for name, field in schemas().items() if name not in hidden}
+        told = {"fields": shown, "values": msgspec.structs.asdict(self.settings), "mine": self.runs_mine}
         pace = {"delay": self.delay, "paused": self.is_held}
         return told | pace | {"loading": self.loading, "error": self.error}
 
