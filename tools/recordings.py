@@ -209,10 +209,9 @@ def play(take: Take, file: Path, device: str) -> None:
     options: dict[str, Any] = {"device": device if take.is_measured else "cpu", "use_tqdm": False, "num_threads": 1}
     engine = make_engine(EngineConfig(**options | take.engine))
     clock = measured_clock if take.is_measured else virtual_clock
-    with clock(engine), file.open("wb") as out:
-        about: dict[str, Any] = {} if take.is_measured else {"started": None}
-        about |= {} if take.scene is None else {"scene": take.scene}
-        recorder = Recorder(engine, out.write, title=take.title, **about)
+    about: dict[str, Any] = {} if take.is_measured else {"started": None}
+    about |= {} if take.scene is None else {"scene": take.scene}
+    with clock(engine), file.open("wb") as out, Recorder(engine, out.write, title=take.title, **about):
         turn = 0
         while turn <= max(ask.turn for ask in take.asks) or engine.has_unfinished_requests():
             for letter, ask in zip("abcdefghijklmnop", take.asks, strict=False):
@@ -224,7 +223,6 @@ def play(take: Take, file: Path, device: str) -> None:
                     engine.abort_request(name)
             engine.step()
             turn += 1
-        recorder.close()
     engine.close()
 
 

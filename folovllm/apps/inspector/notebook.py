@@ -46,11 +46,8 @@ def film(engine: LLM | LLMEngine, title: str = "") -> Iterator[RecordedRun]:
     """Record what an engine does in the block."""
     taken = RecordedRun(title)
     inner: Any = getattr(engine, "engine", engine)
-    recorder = Recorder(inner, taken._data.extend, title=title)
-    try:
+    with Recorder(inner, taken._data.extend, title=title):
         yield taken
-    finally:
-        recorder.close()
 
 
 def show(*recordings: RecordedRun | LLM | LLMEngine | str | Path, height: int = HEIGHT) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -82,6 +82,13 @@ class Recorder:
         if self._error is not None:
             raise self._error
         self._write(lines.encode_lines([lines.Done(self._num_turns, now, how)]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close. The recording says with which error the block ended."""
+        self.close("closed" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
 
     def _work(self) -> None:
         while (batch := self._queue.get()) is not None:
@@ -196,14 +203,8 @@ def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[
         file.write(data)
         file.flush()  # who reads it meanwhile sees whole turns
 
-    with file:
-        recorder = Recorder(engine, write, title=title or Path(path).stem)
-        try:
-            yield recorder
-        except BaseException as error:
-            recorder.close(f"{type(error).__name__}: {error}".rstrip(": "))
-            raise
-        recorder.close()
+    with file, Recorder(engine, write, title=title or Path(path).stem) as recorder:
+        yield recorder
 
 
 CONFIGURED = (
