@@ -11,7 +11,7 @@ import pytest
 from folovllm.apps.inspector.watcher import Cell, Watcher
 from folovllm.engine.llm_engine import LLMEngine
 from tests.course import test_watcher as wrong
-from tests.inspector.browser import HOST, Shown, shown
+from tests.inspector.browser import Shown, shown
 from tests.inspector.test_recording import Taped
 from tests.m5.test_events import World, cells_of, engine
 from tests.x3.engines import Anything, speculation_of, speculative
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 SEEN = {"m3.4_leaks": "lost", "m5.4_found_and_free": "torn"}  # wrong answers, and what becomes of a block
 
 STATES = """
-const {readRecording} = await import("/lines.js");
-const {stateOfCell} = await import("/cells.js");
+const {readRecording} = await import("inspector/lines.js");
+const {stateOfCell} = await import("inspector/cells.js");
 const recording = await readRecording(it.text);
 const told = (at) => {
   const state = recording.stateAt(at);
@@ -90,7 +90,7 @@ def cell_of(cell: Cell) -> list[Any]:
 @pytest.fixture(scope="module")
 def here(browser: Any) -> Iterator[Shown]:
     with shown(browser) as page:
-        page.page.goto(HOST + "index.html")
+        page.open("m1.jsonl")
         yield page
 
 

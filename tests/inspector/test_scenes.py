@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from folovllm.apps.inspector.page import inline_source, whole_page
 from folovllm.apps.inspector.playground import Playground, Settings
-from folovllm.apps.inspector.scenes import scenes
+from folovllm.apps.inspector.scenes import FOLDER, scenes
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.step.schedule import SamplingSpec
-from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, TICK, Shown, show_source, shown, sse
+from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, TICK, Shown, shown, sse
 
 pytestmark = pytest.mark.slow
 PHONE = {"width": 390, "height": 844}
@@ -42,7 +40,6 @@ for (let at = 0; at < inspector.player.clock.length; at += it) {{
 const {{missing}} = await import("inspector/words.js");
 return [...missing];
 """
-Open = Callable[..., Any]
 
 
 @pytest.fixture
@@ -52,23 +49,8 @@ def here(browser: Any, request: pytest.FixtureRequest) -> Iterator[Shown]:
         yield page
 
 
-@pytest.fixture
-def open_file(here: Shown, tmp_path: Path) -> Open:
-    """Shows recordings, or those of a scene, as one file. Returns Playwright's page."""
-
-    def show(shown: str | list[Path], options: str = "") -> Any:
-        files = scenes()[shown].files if isinstance(shown, str) else shown
-        texts = [(file.name, file.read_text(encoding="utf-8")) for file in files]
-        (page := tmp_path / f"{files[0].stem}.html").write_text(whole_page(inline_source(texts, "../{}/")), "utf-8")
-        here.page.goto(f"{page.as_uri()}#{options}")
-        here.page.wait_for_function(SHOWN)
-        return here.page
-
-    return show
-
-
-def test_a_scene_plays_once_up_to_its_question(here: Shown, open_file: Open) -> None:
-    scene, page = scenes()["memory"], open_file("memory", "embed")
+def test_a_scene_plays_once_up_to_its_question(here: Shown) -> None:
+    scene, page = scenes()["memory"], here.open("memory", "embed")
     ticks = "const {clock} = inspector.player; return it.map((at) => clock.tickOf(clock.recordings[0], at))"
     start, stop = here.run(ticks, [scene.start, scene.stop])
     assert start <= page.evaluate(TICK) < stop and not page.locator(".asks").is_visible()
@@ -81,18 +63,18 @@ def test_a_scene_plays_once_up_to_its_question(here: Shown, open_file: Open) -> 
     assert not page.locator(".asks").is_visible()
 
 
-def test_a_link_to_a_moment_wins(open_file: Open) -> None:
-    page = open_file("memory", "t=30")
+def test_a_link_to_a_moment_wins(here: Shown) -> None:
+    page = here.open("memory", "t=30")
     assert page.evaluate(TICK) == 30 and not page.evaluate("inspector.player.playing")
     assert page.locator("a.chapter").get_attribute("href") == "../3_paged_kv/"
     assert not page.locator(".experts, .states").locator("visible=true").count()
 
 
 @pytest.mark.parametrize("here", [{"viewport": PHONE}], indirect=True)
-def test_the_first_screen_shows_what_a_scene_is_about(open_file: Open) -> None:
+def test_the_first_screen_shows_what_a_scene_is_about(here: Shown) -> None:
     """On a phone, too, without scrolling."""
     for name, panel in {"chunks": ".timeline", "experts": ".experts", "states": ".states", "blocks": ".memory"}.items():
-        page = open_file(name, "t=5")
+        page = here.open(name, "t=5")
         box, player = (page.locator(f"{it} canvas").first.bounding_box() for it in (panel, ".player"))
         assert box and player and box["y"] + box["height"] <= player["y"], name
 
@@ -107,12 +89,12 @@ def test_the_first_screen_shows_what_a_scene_is_about(open_file: Open) -> None:
         ("offload", 51, ".said", "5 blocks came back from host memory for D."),
     ],
 )
-def test_what_an_elective_does(open_file: Open, scene: str, moment: int, where: str, says: str) -> None:
-    assert says in open_file(scene, f"t={moment}").locator(where).inner_text()
+def test_what_an_elective_does(here: Shown, scene: str, moment: int, where: str, says: str) -> None:
+    assert says in here.open(scene, f"t={moment}").locator(where).inner_text()
 
 
-def test_snapshots_stand_at_the_ends_of_cached_blocks(here: Shown, open_file: Open) -> None:
-    open_file("states")
+def test_snapshots_stand_at_the_ends_of_cached_blocks(here: Shown) -> None:
+    here.open("states")
     marked = here.run("""
       const {recording} = inspector.lanes[0];
       const marks = (state) => [...state.blocksWithSnapshots()].map((block) => block >= 0 && state.hash[block] !== null);
@@ -120,7 +102,7 @@ def test_snapshots_stand_at_the_ends_of_cached_blocks(here: Shown, open_file: Op
     assert len(marked) > 100 and all(marked)
 
 
-def test_the_page_takes_the_token_that_the_engine_takes(here: Shown, open_file: Open) -> None:
+def test_the_page_takes_the_token_that_the_engine_takes(here: Shown) -> None:
     """For 200 random settings of the sliders, the engine's own sampler beside; and as recorded, all forty tokens of the engine."""
     random = np.random.default_rng(0)
     rows = [
@@ -133,7 +115,7 @@ def test_the_page_takes_the_token_that_the_engine_takes(here: Shown, open_file: 
         }
         for _ in range(200)
     ]
-    open_file("choose", "t=40")
+    here.open("choose", "t=40")
     found = here.run(CHOICES, rows)
     logits = torch.tensor(found["logits"])[torch.arange(200) % 40]
     positions = [found["positions"][i % 40] for i in range(200)]
@@ -143,9 +125,9 @@ def test_the_page_takes_the_token_that_the_engine_takes(here: Shown, open_file: 
 
 
 @pytest.mark.parametrize("here", [{"viewport": PHONE}], indirect=True)
-def test_sliders_by_keyboard(open_file: Open) -> None:
+def test_sliders_by_keyboard(here: Shown) -> None:
     """A slider's keys are its own, and do not move the recording."""
-    page = open_file("choose", "t=1")
+    page = here.open("choose", "t=1")
     assert page.locator(".winner").inner_text() == "“␣girl” wins with 44.3%; greedy takes “␣boy”."
     page.locator("[name=temperature]").focus()
     page.keyboard.press("Home")
@@ -182,13 +164,16 @@ def test_a_scene_plays_while_the_engine_loads(here: Shown) -> None:
         lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").splitlines()
         route.fulfill(body=sse(lines), content_type="text/event-stream")
 
+    def recording(route: Any) -> None:
+        name = route.request.url.removeprefix(f"{HOST}scenes/")
+        route.fulfill(body=(FOLDER / name).read_bytes(), content_type="application/jsonl")
+
     listed = []
     for scene in scenes().values():
-        here.recordings |= {f"scenes/{file.name}": file.read_text(encoding="utf-8") for file in scene.files}
         links = [{"name": file.name, "url": f"scenes/{file.name}"} for file in scene.files]
         listed.append(msgspec.to_builtins(scene.described()) | {"recordings": links})
     source = {"kind": "playground", "events": "events", "control": "control", "book": None, "live": False}
-    show_source(here, source | {"scenes": listed}, {"control*": control, "control/*": control, "events": stream})
+    here.show(source | {"scenes": listed}, control=control, events=stream, scenes=recording)
     page = here.page
     page.wait_for_function(SHOWN)
     assert [kind.inner_text() for kind in page.locator(".kind > b").all()] == ["Start", "Memory", "Speed", "Electives"]
@@ -197,7 +182,7 @@ def test_a_scene_plays_while_the_engine_loads(here: Shown) -> None:
     page.wait_for_function("!document.querySelector('button.run').disabled")
     run, blocks = page.locator("button.run"), page.get_by_role("button", name="Blocks of sixteen and of one")
     assert run.inner_text() == "Run it on the engine"
-    page.goto(f"{HOST}live.html?again#scene=drafts&t=7")
+    page.goto(f"{HOST}page?again#scene=drafts&t=7")
     page.wait_for_function(SHOWN)
     assert page.evaluate(TICK) == 7 and "four tokens" in page.locator(".watch").inner_text()
     blocks.click()
@@ -227,16 +212,16 @@ def test_a_scene_plays_while_the_engine_loads(here: Shown) -> None:
 
 class TestChinese:
     @pytest.mark.parametrize("here", [{"locale": "zh-CN"}], indirect=True)
-    def test_no_text_is_left_in_english(self, here: Shown, open_file: Open) -> None:
+    def test_no_text_is_left_in_english(self, here: Shown) -> None:
         """Of all scenes; of M1 and slots, an abort, and overlap; of the controls, and what these say."""
         for name, scene in scenes().items():
-            page = open_file(name, "t=0")
+            page = here.open(name, "t=0")
             assert here.run(TELL_ALL, 1 if len(scene.files) == 1 else 5) == [], name
             assert page.evaluate("document.documentElement.lang") == "zh"
             if scene.words.watch and len(scene.files) < 3:
                 assert scene.zh.watch in page.locator(".watch").inner_text()
         for sample in ("m1", "m2", "m5", "m6"):
-            open_file([SAMPLES / f"{sample}.jsonl"], "t=0")
+            here.open(f"{sample}.jsonl", "t=0")
             assert here.run(TELL_ALL, 1) == []
         check = """
           const {template} = await import("inspector/dom.js");

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from folovllm.apps.inspector.recorder import Recorder
-from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, TICK, Shown, lines_of, show_source, shown, sse
+from folovllm.apps.inspector.page import inline_source
+from folovllm.apps.inspector.recorder import recording
+from tests.inspector.browser import DRAWN, SAMPLES, SHOWN, STATIC, TICK, Shown, lines_of, shown, sse
 from tests.m5.test_events import World, engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,17 +45,17 @@ def key(here: Shown, *names: str) -> int:
     return int(here.page.evaluate(TICK))
 
 
-@pytest.fixture(scope="module")
-def long() -> str:
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
     """A recording of 1,501 turns."""
-    world, data = World(engine("m3"), 1), bytearray()
+    world = World(engine("m3"), 1)
     world.compare = lambda: None  # type: ignore[method-assign]
-    recorder = Recorder(world.engine, data.extend)
-    for _ in range(1_500):
-        world.turn()
-    recorder.close()
-    text = data.decode()
-    return text[: text.index('["Turn",1501,')]  # aborts are turns, too
+    with recording(world.engine, file := tmp_path / "long.jsonl"):
+        for _ in range(1_500):
+            world.turn()
+    text = file.read_text()
+    file.write_text(text[: text.index('["Turn",1501,')])  # aborts are turns, too
+    return file
 
 
 def test_the_page_stays_small() -> None:
@@ -91,8 +92,7 @@ def test_every_moment_has_its_sentences(here: Shown, name: str) -> None:
 
 def test_accepted_bonus_and_rejected_tokens(here: Shown) -> None:
     """In the row of a request: marked by what they are, in the order of the text, and counted. (`test_reducer.py` has every moment.)"""
-    here.recordings["guesses.jsonl"] = GUESSES.read_text(encoding="utf-8")
-    here.open("guesses.jsonl")
+    here.open([GUESSES])
     rows = here.run(f"""
       inspector.player.go(4); await {SETTLED};
       return [...document.querySelectorAll(".running .pick")].map((row) => [
@@ -129,7 +129,7 @@ def test_keys(here: Shown) -> None:
 
 
 def test_a_link_to_a_moment(here: Shown) -> None:
-    here.open("m5.jsonl", t=17)
+    here.open("m5.jsonl", "t=17")
     assert here.page.evaluate(TICK) == 17
     key(here, "ArrowRight")
     here.page.wait_for_function("location.hash === '#t=18'")
@@ -138,7 +138,7 @@ def test_a_link_to_a_moment(here: Shown) -> None:
 
 
 def test_a_race_has_one_clock(here: Shown) -> None:
-    here.open("m2.jsonl", "m3.jsonl")
+    here.open([SAMPLES / "m2.jsonl", SAMPLES / "m3.jsonl"])
     stand = """
       const {clock} = inspector.player;
       return inspector.lanes.map(({recording, frame}) => [frame.at, recording.columns.time, clock.time])"""
@@ -151,7 +151,7 @@ def test_a_race_has_one_clock(here: Shown) -> None:
 
 
 def test_blocks_by_keyboard(here: Shown) -> None:
-    here.open("m5.jsonl", t=10)
+    here.open("m5.jsonl", "t=10")
     here.page.locator(".memory canvas").focus()
     key(here, "ArrowRight", "ArrowRight", "ArrowLeft")
     tip = here.page.locator(".memory .tip").inner_text()
@@ -161,24 +161,24 @@ def test_blocks_by_keyboard(here: Shown) -> None:
 
 
 def test_what_it_does_not_read_is_refused_by_name(here: Shown) -> None:
-    for number, (text, says) in enumerate([
+    for text, says in (
         ('{"format": "folovllm recording", "version": 99}\n', "version 99"),
         ('{"format": "cooking recipe"}\n', "This is no recording"),
         ('["Turn", 0, 0, []]\n', "This is no recording"),
         ("", "empty"),
-    ]):  # fmt: skip
-        here.recordings["odd.jsonl"] = text
-        here.page.goto(f"{HOST}index.html?src=odd.jsonl&{number}")
+    ):
+        here.show(inline_source([("odd.jsonl", text)]))
         here.page.wait_for_selector(".error")
         assert says in here.page.locator(".error").inner_text()
 
 
-def test_a_file_that_was_cut_off(here: Shown) -> None:
+def test_a_file_that_is_fetched_and_was_cut_off(here: Shown) -> None:
     text = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8")
-    here.recordings["cut.jsonl"] = text[: len(text) * 2 // 3]
-    here.open("cut.jsonl")
-    whole = [line for line in here.recordings["cut.jsonl"].split("\n")[:-1] if line.startswith('["Turn"')]
-    assert here.page.evaluate(LAST) == len(whole) - 1
+    cut = text[: len(text) * 2 // 3]
+    source = {"kind": "files", "recordings": [{"name": "cut.jsonl", "url": "cut.jsonl"}]}
+    here.show(source, cut=lambda route: route.fulfill(body=cut, content_type="application/jsonl"))
+    here.page.wait_for_function(SHOWN)
+    assert here.page.evaluate(LAST) == sum(line.startswith('["Turn"') for line in cut.split("\n")[:-1]) - 1
 
 
 def test_a_stream_with_a_key(here: Shown) -> None:
@@ -192,7 +192,7 @@ def test_a_stream_with_a_key(here: Shown) -> None:
             return route.fulfill(status=401, json={})
         return route.fulfill(body=": hello\n\n" + sse(lines[: 30 * len(asked)]), content_type="text/event-stream")
 
-    show_source(here, {"kind": "live", "events": "events", "needs_key": True}, {"events": stream})
+    here.show({"kind": "live", "events": "events", "needs_key": True}, events=stream)
     here.page.locator("input[type=password]").fill("wrong")
     here.page.keyboard.press("Enter")
     here.page.wait_for_function("document.querySelector('input[type=password]')?.value === ''")  # asked again
@@ -206,10 +206,9 @@ def test_a_stream_with_a_key(here: Shown) -> None:
     here.errors[:] = [error for error in here.errors if "401" not in error]  # as it should be
 
 
-def test_a_view_that_stays_for_days_forgets(here: Shown, long: str) -> None:
+def test_a_view_that_stays_for_days_forgets(here: Shown, long: Path) -> None:
     """The oldest moments go, up to a keyframe; those that are left are as they were, and nothing leads behind them."""
-    here.recordings["long.jsonl"] = long
-    here.open("long.jsonl", t=1500)
+    here.open([long], "t=1500")
     found = here.run("""
       const {recording} = inspector.lanes[0];
       const told = (at) => JSON.stringify([...recording.stateAt(at).sequences.values()]);
@@ -231,7 +230,7 @@ def test_a_view_that_stays_for_days_forgets(here: Shown, long: str) -> None:
 
 
 def test_everything_has_a_name(here: Shown) -> None:
-    here.open("m5.jsonl", t=20)
+    here.open("m5.jsonl", "t=20")
     nameless = here.run("""
       return [...document.querySelectorAll("button, input, select, canvas:not([aria-hidden])")]
         .filter((e) => e.offsetParent && !e.hidden && !(e.getAttribute("aria-label") || e.innerText || e.labels?.length))

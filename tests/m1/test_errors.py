@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -63,6 +64,17 @@ REFUSED: list[tuple[Callable[[LLM], Any], str]] = [
             ([SHORT] * 3, "3 sampling_params for 2 prompts"),
             *((params, "a SamplingParams, not") for params in ({"temperature": 0}, [{"temperature": 0}] * 2, "x", 5)),
             (SamplingParams(stop_token_ids=[259]), "stop_token_ids"),
+            (SamplingParams(allowed_token_ids=[259]), "allowed_token_ids must lie between 0 and 258, and 259"),
+            (SamplingParams(allowed_token_ids=[-1]), "allowed_token_ids must lie between 0 and 258, and -1"),
+            (SamplingParams(logit_bias={259: 1.0}), "logit_bias must lie between 0 and 258, and 259"),
+            (
+                SamplingParams(allowed_token_ids=[64], bad_words=["a"]),
+                "forbid all of allowed_token_ids: nothing could be",
+            ),
+            (
+                SamplingParams(allowed_token_ids=[64], min_tokens=3, stop_token_ids=[64]),
+                "forbid all of allowed_token_ids",
+            ),
         ]
     ),
     *(
@@ -165,7 +177,9 @@ def test_sampling_params_at_the_ends_of_their_ranges() -> None:
     assert (
         SamplingParams(temperature=1e-40).temperature == 0 < SamplingParams(temperature=0.01).temperature
     )  # logits over it: infinite
-    assert SamplingParams(stop="x").stop == ["x"]
+    assert SamplingParams(stop="x").stop == ["x"] and SamplingParams(bad_words=None).bad_words == []
+    assert SamplingParams(logit_bias={"5": 2, 6: np.float32(1)}).logit_bias == {5: 2.0, 6: 1.0}
+    assert SamplingParams(logit_bias={}).logit_bias is None
     assert type(SamplingParams(repetition_penalty=Fraction(3, 2)).repetition_penalty) is float  # what a tensor takes
 
 
