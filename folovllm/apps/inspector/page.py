@@ -12,6 +12,7 @@ import msgspec
 from folovllm.models.written_files import write_whole
 
 STATIC = Path(__file__).parent / "static"
+SERVED = "inspector/static/"  # the address of these files, as the page says it
 STYLES = "house.css", "inspector.css"  # the first one is the chat page's and the book's, too
 STYLE = "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
 SOURCE = '<script type="application/json" id="source">null</script>'
@@ -19,13 +20,9 @@ STRINGS = '<script type="application/json" id="strings">null</script>'
 SCRIPT = '<script type="module" src="main.js"></script>'
 
 
-def served_page(source: dict[str, Any], prefix: str) -> str:
-    """The page for a server that has the files of `static/` under `prefix`, an address that ends in a slash."""
-    return _fill(
-        source,
-        style=STYLE.replace('href="', f'href="{prefix}'),
-        script=SCRIPT.replace('src="', f'src="{prefix}'),
-    )
+def served_page(source: dict[str, Any]) -> str:
+    """The page for a server that has the files of `static/` under `SERVED`."""
+    return _fill(source, STYLE.replace('href="', f'href="{SERVED}'), SCRIPT.replace('src="', f'src="{SERVED}'))
 
 
 def whole_page(source: dict[str, Any], in_english: bool = False) -> str:
