@@ -165,7 +165,7 @@ class TestPieces:
         assert lines._recorder is None, "nobody looks any more"
 
     def test_one_who_does_not_read_begins_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        beginning, more = b'{"format": 1}\n', b'["turn", 0]\n'
+        beginning, more = b'{"format": 1}' + 200 * b" " + b"\n", b'["turn", 0]\n'  # a long beginning harms nobody
         monkeypatch.setattr(live, "MOST_UNREAD", 100)
         asked: list[bool] = []
         subscribers = Subscribers(asked.append)
@@ -176,7 +176,7 @@ class TestPieces:
             subscribers.publish([beginning])
             got = [await anext(stream)]
             await anext(other)
-            for _ in range(20):
+            for _ in range(40):
                 subscribers.publish([more])
                 await anext(other)
             assert reader.is_lost and not reader.unread and not quick.is_lost

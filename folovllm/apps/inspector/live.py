@@ -15,21 +15,23 @@ def is_beginning(piece: bytes) -> bool:
 
 
 class Subscriber:
-    """A stream, and the bytes that wait for it. One that does not keep up begins anew, and holds at most `MOST_UNREAD`."""
+    """A stream, and the bytes that wait for it: a beginning, and at most `MOST_UNREAD` more. One that does not keep up begins anew."""
 
     def __init__(self) -> None:
         self.joins = True  # until a beginning comes
         self.is_lost = False  # until it reads again, and asks for a beginning
         self.changed = asyncio.Event()
-        self.unread = bytearray()
+        self.unread, self.most = bytearray(), 0
 
     def put(self, piece: bytes) -> None:
         """Keep a piece for the stream, if it can do anything with it."""
         if self.joins != is_beginning(piece):
             return
+        if self.joins:
+            self.most = len(piece) + MOST_UNREAD  # a beginning is as long as it must be
         self.joins = False
         self.unread += piece
-        if len(piece) < len(self.unread) > MOST_UNREAD:  # a beginning alone is as long as it must be
+        if len(self.unread) > self.most:
             self.unread.clear()
             self.joins = self.is_lost = True
         self.changed.set()
