@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.apps.inspector.playground import DEFAULTS, config_fields
+from folovllm.apps.inspector.playground import Settings, config_fields
 from folovllm.apps.inspector.recorder import Recorder
 from folovllm.apps.inspector.scenes import Sampling, Scene, Words, params_of, scenes
 from folovllm.config import EngineConfig
@@ -141,7 +141,7 @@ def takes_of(scene: Scene) -> Iterator[Take]:
     asks = [Ask(each.turn, each.prompt, each.max_tokens, sampling=scene.sampling) for each in scene.requests]
     titles = [lane.title for lane in scene.lanes] or [scene.words.title]
     for title, settings, file in zip(titles, scene.engines, scene.files, strict=True):
-        engine = config_fields(DEFAULTS | settings)
+        engine = config_fields(Settings().changed(settings))
         yield Take(file, title, engine, asks, scene.described(), is_measured=scene.name == MEASURED)
 
 
@@ -209,8 +209,9 @@ def play(take: Take, file: Path, device: str) -> None:
     options: dict[str, Any] = {"device": device if take.is_measured else "cpu", "use_tqdm": False, "num_threads": 1}
     engine = make_engine(EngineConfig(**options | take.engine))
     clock = measured_clock if take.is_measured else virtual_clock
-    with clock(engine), file.open("wb") as out:
-        recorder = Recorder(engine, out.write, title=take.title, is_virtual=not take.is_measured, scene=take.scene)
+    about: dict[str, Any] = {} if take.is_measured else {"started": None}
+    about |= {} if take.scene is None else {"scene": take.scene}
+    with clock(engine), file.open("wb") as out, Recorder(engine, out.write, title=take.title, **about):
         turn = 0
         while turn <= max(ask.turn for ask in take.asks) or engine.has_unfinished_requests():
             for letter, ask in zip("abcdefghijklmnop", take.asks, strict=False):
@@ -222,7 +223,6 @@ def play(take: Take, file: Path, device: str) -> None:
                     engine.abort_request(name)
             engine.step()
             turn += 1
-        recorder.close()
     engine.close()
 
 

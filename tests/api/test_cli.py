@@ -319,6 +319,7 @@ class TestOutputThatCannotBeWritten:
 
 
 RECORDINGS = Path(__file__).parents[1] / "inspector/data"
+M1 = f"{RECORDINGS}/m1.jsonl"
 WRITING = [["generate", "hi", "--trace"], ["generate", "hi", "--record"], ["inspect", "a", "--html"]]
 WRITING += [["bench", "latency", "--save"]]
 
@@ -344,10 +345,12 @@ class TestErrors:
             (["generate", "hi", "--trace", "/"], "nothing can be written to /"),
             (["generate", "hi", "--trace", "x", "--record", "./x"], "is the file of another flag, too"),
             (["generate", "hi", "--record", "new.json", "--trace", "link"], "is the file of another flag, too"),
-            (
-                ["inspect", f"{RECORDINGS}/m1.jsonl", "--html", f"{RECORDINGS}/../data/m1.jsonl"],
-                "is one of the recordings",
-            ),
+            (["inspect", M1, "--html", f"{RECORDINGS}/../data/m1.jsonl"], "is one of the recordings"),
+            (["inspect", "none.jsonl"], "cannot read none.jsonl"),
+            (["inspect", "--html", "x.html"], "--html writes recordings into one page"),
+            (["inspect", *7 * [M1]], "a race has up to 6 recordings, not 7"),
+            (["inspect", M1, "--block-size", "8"], "leave the engine's flags away"),
+            (["inspect", M1, "--html", "no/x.html"], "there is no folder no"),
             (["chat", "--n", "2"], "one answer"),
             (["download", "gpt-5"], "smollm2"),
             (["generate", "hi", "--nonsense"], "--nonsense"),

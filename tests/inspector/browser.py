@@ -1,10 +1,9 @@
-"""The page in headless Chromium: its files come from the checkout, and whatever else it asks for is refused and noted."""
+"""The page in headless Chromium, with all in one file: whatever else it asks for is refused and noted, unless the test answers it."""
 
 from __future__ import annotations
 
 import json
-import mimetypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,16 @@ from typing import Any
 
 import pytest
 
+from folovllm.apps.inspector.page import STATIC, inline_source, whole_page
+from folovllm.apps.inspector.scenes import scenes
 from tests.docs.browser import CHROMIUM
 
-STATIC = Path(__file__).resolve().parents[2] / "folovllm" / "apps" / "inspector" / "static"
 SAMPLES = Path(__file__).parent / "data"
 HOST = "http://inspector.test/"
 DRAWN = "new Promise(requestAnimationFrame)"  # what was asked for before is drawn in that frame
+TICK = "inspector.player.clock.tick"
 SHOWN = "window.inspector?.player && inspector.lanes[0]?.frame != null"
+__all__ = ["DRAWN", "HOST", "SAMPLES", "SHOWN", "STATIC", "TICK", "Shown", "chromium", "lines_of", "shown", "sse"]
 
 
 @dataclass(slots=True)
@@ -26,20 +28,29 @@ class Shown:
     """A page, and what it should not have done."""
 
     page: Any
-    recordings: dict[str, str] = field(default_factory=dict)  # name -> the text that /name gives
     errors: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
+    num_opened: int = 0
 
-    def open(self, *names: str, **options: object) -> Any:
-        """Show samples or `recordings` by name: one, or two in a race. Returns Playwright's page."""
-        address = "&".join(f"{kind}={name}" for kind, name in zip(("src", "race"), names, strict=False))
-        more = "".join(f"&{name}={value}" for name, value in options.items())
-        self.page.goto(f"{HOST}index.html?{address}{more}")
+    def open(self, what: str | list[Path], options: str = "") -> Any:
+        """Show a scene, a sample or files, several of them in a race. Returns Playwright's page."""
+        if isinstance(what, str):
+            what = scenes()[what].files if what in scenes() else [SAMPLES / what]
+        texts = [(file.name, file.read_text(encoding="utf-8")) for file in what]
+        self.show(inline_source(texts, "../{}/"), options)
         self.page.wait_for_function(SHOWN)
         return self.page
 
+    def show(self, source: dict[str, Any], options: str = "", **routes: Callable[[Any], object]) -> None:
+        """Show a source. `routes` answer what the page asks for below its own address, by the beginnings of their paths."""
+        for path, answer in routes.items():
+            self.page.route(f"{HOST}{path}**", answer)
+        html, self.num_opened = whole_page(source), self.num_opened + 1
+        self.page.route(f"{HOST}page?*", lambda route: route.fulfill(body=html, content_type="text/html"))
+        self.page.goto(f"{HOST}page?{self.num_opened}#{options}")
+
     def run(self, body: str, argument: object = None) -> Any:
-        """What the body of an async function returns, given `it`; modules are imported as "/reducer.js"."""
+        """What the body of an async function returns, given `it`; modules are imported as "inspector/reducer.js"."""
         return self.page.evaluate(f"async (it) => {{ {body} }}", argument)
 
 
@@ -64,41 +75,20 @@ def shown(browser: Any, **context: Any) -> Iterator[Shown]:
         here = Shown(its.new_page())
         here.page.on("pageerror", lambda error: here.errors.append(str(error)))
         here.page.on("console", lambda said: said.type == "error" and here.errors.append(said.text))
-        its.route("**/*", lambda route: answer(here, route))
+
+        def refuse(route: Any) -> None:
+            here.outside.append(route.request.url)
+            route.abort()
+
+        its.route(lambda url: not url.startswith(("data:", "blob:")), refuse)
         yield here
         assert here.errors == []
         assert here.outside == [], "the page asks somebody else"
 
 
-def answer(here: Shown, route: Any) -> None:
-    """Give a file of the page, a sample, or a recording of the test's."""
-    url = route.request.url
-    name = url.removeprefix(HOST).split("?")[0]
-    if url.startswith(("data:", "file:", "blob:")):
-        route.continue_()
-    elif name in here.recordings:
-        route.fulfill(body=here.recordings[name], content_type="application/jsonl")
-    elif url.startswith(HOST) and (file := STATIC / name).is_file():
-        route.fulfill(body=file.read_bytes(), content_type=mimetypes.guess_type(name)[0] or "text/plain")
-    elif url.startswith(HOST) and (file := SAMPLES / name).is_file():
-        route.fulfill(body=file.read_bytes(), content_type="application/jsonl")
-    else:
-        here.outside.append(url)
-        route.abort()
-
-
 def sse(lines: list[str]) -> str:
     """Lines as server-sent events, two an event."""
     return "".join(f"data: {a}\ndata: {b}\n\n" for a, b in zip(lines[::2], [*lines[1::2], ""], strict=False))
-
-
-def show_source(here: Shown, source: dict[str, Any], routes: dict[str, Any]) -> None:
-    """The page with a source of its own, and who answers what it asks for."""
-    for path, answer in routes.items():
-        here.page.route(HOST + path, answer)
-    page = (STATIC / "index.html").read_text(encoding="utf-8").replace(">null<", f">{json.dumps(source)}<")
-    here.page.route(HOST + "live.html*", lambda route: route.fulfill(body=page, content_type="text/html"))
-    here.page.goto(HOST + "live.html")
 
 
 def lines_of(name: str) -> list[Any]:

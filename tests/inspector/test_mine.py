@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
-from folovllm.apps.inspector.replay import Recording, parse
+from folovllm.apps.inspector.lines import Recording
 from folovllm.apps.inspector.watcher import Watched
 from tests.helpers import tiny_checkpoint
 from tests.inspector.browser import SAMPLES
-from tests.inspector.test_live import replayed
+from tests.inspector.test_live import looking
+from tests.inspector.test_recording import replayed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 REFERENCE = Path(__file__).parents[2] / "folovllm" / "engine" / "scheduler.py"
@@ -30,17 +31,6 @@ SMALL = ["--milestone", "m3", "--num-kv-blocks", "6", "--block-size", "8", "--ma
 
 def post(url: str, body: dict[str, Any]) -> Any:
     return httpx.post(url, json=body, timeout=60).json()
-
-
-def until(response: httpx.Response, holds: Callable[[str], bool]) -> Recording:
-    """The recording so far, as soon as a line is one that we wait for."""
-    lines: list[str] = []
-    for row in response.iter_lines():
-        if row.startswith("data: "):
-            lines.append(row.removeprefix("data: "))
-            if holds(lines[-1]):
-                return parse("".join(f"{line}\n" for line in lines), "mine")
-    raise AssertionError("the stream has ended")
 
 
 FREES = "    scheduler.kv.free(victim)\n    victim.requeue()"
@@ -81,8 +71,8 @@ def test_a_server_of_its_own(kind: str) -> None:
     with inspecting(*(of_its_own if kind == "playground" else [str(SAMPLES / "m2.jsonl")])) as address:
         assert f'"kind":"{kind}"' in httpx.get(address).text
         if kind == "playground":
-            with httpx.stream("GET", f"{address}/events", timeout=30) as stream:
-                assert "folovllm recording" in next(stream.iter_lines())
+            with looking(address) as looker:
+                assert "folovllm recording" in looker.lines[0]
 
 
 def write(file: Path, mistake: str | None) -> None:
@@ -94,10 +84,10 @@ def write(file: Path, mistake: str | None) -> None:
 
 def preempted(address: str) -> tuple[Recording, list[Watched]]:
     """What the page sees up to the first turn with a preemption, and who waits then."""
-    with httpx.stream("GET", f"{address}/events", timeout=60) as stream:
+    with looking(address) as looker:
         post(f"{address}/playground/prompts", ASKED)
-        found = until(stream, lambda line: '["Preempted"' in line)
-    watcher = replayed(found)
+        looker.read_until(lambda line: '["Preempted"' in line)
+    watcher = replayed(found := looker.recording())
     victims = [seq for seq in watcher.sequences.values() if not seq.is_running]
     assert victims and all(watcher.cells[block].ref_count for seq in victims for block in seq.block_table)
     return found, victims
@@ -118,10 +108,10 @@ def test_mistakes_are_seen_and_mended_without_a_new_start(tmp_path: Path) -> Non
         write(scheduler_file, "loops")
         assert post(f"{address}/playground", {})["mine"] == 1
         post(f"{address}/playground/prompts", ASKED)
-        with httpx.stream("GET", f"{address}/events", timeout=60) as stream:
+        with looking(address) as looker:
             write(scheduler_file, "is none")
             assert "ended" in post(f"{address}/playground", {})["error"]["message"]
             write(scheduler_file, None)
             post(f"{address}/playground", {})
-            until(stream, lambda line: line.startswith("{"))  # the reader of the old one begins anew
+            looker.read_until(lambda line: line.startswith("{"))  # the reader of the old one begins anew
         assert not any(seq.block_table for seq in preempted(address)[1])

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from folovllm.apps.inspector.playground import DEFAULTS, changed
-from folovllm.apps.inspector.replay import read
+from folovllm.apps.inspector.lines import read
+from folovllm.apps.inspector.playground import Settings
 from folovllm.apps.inspector.scenes import Scene, scenes
-from tests.inspector.test_live import replayed
+from tests.inspector.test_recording import replayed
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = ROOT / "docs" / "assets" / "recordings"
@@ -52,7 +52,7 @@ def test_a_scene_stops_before_its_answer(scene: Scene) -> None:
     assert all(text and text[-1] in "?？" for text in (scene.words.question, scene.zh.question))
     assert (ROOT / "docs" / f"{scene.chapter}.md").is_file()
     for settings in scene.engines:
-        changed(DEFAULTS, settings)  # the controls can show it
+        Settings().changed(settings)  # the controls can show it
 
 
 def test_the_book_shows_recordings_that_there_are() -> None:

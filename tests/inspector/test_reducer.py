@@ -11,19 +11,18 @@ import pytest
 from folovllm.apps.inspector.watcher import Cell, Watcher
 from folovllm.engine.llm_engine import LLMEngine
 from tests.course import test_watcher as wrong
-from tests.inspector.browser import HOST, Shown, shown
+from tests.inspector.browser import Shown, shown
 from tests.inspector.test_recording import Taped
-from tests.m5.test_events import cells_of, engine
+from tests.m5.test_events import World, cells_of, engine
 from tests.x3.engines import Anything, speculation_of, speculative
 from tests.x3.test_events import NoJudge
 
 pytestmark = pytest.mark.slow
-EVERY = ["m1", "m2", "m6"]
 SEEN = {"m3.4_leaks": "lost", "m5.4_found_and_free": "torn"}  # wrong answers, and what becomes of a block
 
 STATES = """
-const {readRecording} = await import("/lines.js");
-const {stateOfCell} = await import("/cells.js");
+const {readRecording} = await import("inspector/lines.js");
+const {stateOfCell} = await import("inspector/cells.js");
 const recording = await readRecording(it.text);
 const told = (at) => {
   const state = recording.stateAt(at);
@@ -49,11 +48,20 @@ class Watched(Taped):
         super().__init__(served, seed)
         self.own = dict[int, list[Cell]]()
 
-    def note(self) -> None:
-        """Keep what the cache manager says itself."""
+    def play(self, turns: int) -> None:
+        """Take turns; wrong code may raise what it likes in one: the blocks are compared all the same."""
         kv = getattr(self.engine.scheduler, "kv", None)
-        if kv is not None:
-            self.own[len(self.states) - 1] = cells_of(kv)
+        for _ in range(turns):
+            try:
+                self.turn()
+            except Exception:
+                if self.is_right:
+                    raise
+                self.engine.events.drain()
+            if kv is not None:
+                self.own[len(self.states) - 1] = cells_of(kv)
+
+    is_right = True
 
 
 def state_of(watcher: Watcher) -> dict[str, Any]:
@@ -82,7 +90,7 @@ def cell_of(cell: Cell) -> list[Any]:
 @pytest.fixture(scope="module")
 def here(browser: Any) -> Iterator[Shown]:
     with shown(browser) as page:
-        page.page.goto(HOST + "index.html")
+        page.open("m1.jsonl")
         yield page
 
 
@@ -104,64 +112,44 @@ def assert_page_agrees(here: Shown, world: Watched) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("milestone", EVERY)
-def test_every_cell_is_the_engines_own(here: Shown, milestone: str) -> None:
-    """After each of 300 random steps: through prefix hits, chunks, preemptions, refusals, aborts and evictions."""
-    world = Watched(engine(milestone), 1)
-    for _ in range(300):
-        world.turn()
-        world.note()
-    assert len(world.own) >= (300 if milestone != "m1" else 0)
+@pytest.mark.parametrize(
+    ("milestone", "turns", "before", "drafts"),
+    [("m1", 100, 0, 0), ("m2", 300, 0, 0), ("m6", 300, 0, 0), ("m6", 60, 25, 0), ("m5", 120, 0, 5), ("m6", 120, 0, 5)],
+)
+def test_every_cell_is_the_engines_own(here: Shown, milestone: str, turns: int, before: int, drafts: int) -> None:
+    """After each random step: through prefix hits, chunks, preemptions, refusals, aborts and evictions.
+
+    Also where the recording begins while requests run, and with drafts: of rejected tokens, and blocks that were cut off, no
+    trace is left.
+    """
+    served = engine(milestone, **(speculative(Anything(), k=drafts) if drafts else {}))
+    early = World(served, 3)
+    for _ in range(before):
+        early.turn()
+    world = Watched(served, 1)
+    world.names = 1000
+    if drafts:
+        served.core.executor = NoJudge(served.executor.num_kv_blocks, world.die)  # type: ignore[assignment]
+    world.play(turns)
+    assert len(world.own) >= (turns if milestone != "m1" else 0)
     told = assert_page_agrees(here, world)
     for state in told["states"]:
         assert all(bool(held) != cell[1] for held, cell in zip(state["held"], state["cells"], strict=True)), (
             "drawn as what only wrong code makes"
         )
-    tokens = told["tokens"]
-    for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
-        assert tokens[str(seq.seq_id)] == seq.token_ids.tolist()
-
-
-@pytest.mark.parametrize("milestone", ["m5", "m6"])
-def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
-    """Blocks that were cut off, and tokens that are computed no more."""
-    world = Watched(engine(milestone, **speculative(Anything(), k=5)), 2)
-    world.engine.core.executor = NoJudge(world.engine.executor.num_kv_blocks, world.die)  # type: ignore[assignment]
-    for _ in range(120):
-        world.turn()
-        world.note()
-    told = assert_page_agrees(here, world)
-    assert speculation_of(world.engine).num_draft_tokens > speculation_of(world.engine).num_accepted > 0
-    for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
+    for seq in (*served.scheduler.running, *served.scheduler.waiting):
         assert told["tokens"][str(seq.seq_id)] == seq.token_ids.tolist()
+    if drafts:
+        assert speculation_of(served).num_draft_tokens > speculation_of(served).num_accepted > 0
 
 
-def test_a_recording_that_begins_while_requests_run(here: Shown) -> None:
-    world = Watched(engine("m6"), 3)
-    for _ in range(25):
-        world.turn()
-    late = Watched(world.engine, 4)
-    late.names = 1000
-    for _ in range(60):
-        late.turn()
-        late.note()
-    assert_page_agrees(here, late)
-
-
-@pytest.mark.parametrize(
-    "answer", [answer for answer in wrong.ANSWERS if answer.id in SEEN], ids=lambda answer: answer.id
-)
+@pytest.mark.parametrize("answer", [each for each in wrong.ANSWERS if each.id in SEEN], ids=lambda answer: answer.id)
 def test_it_shows_what_wrong_code_did(here: Shown, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that nobody holds and that are not free, or that are free and held. (`tests/course/test_watcher.py` has every wrong answer.)"""
     wrong.put_in(answer, monkeypatch)
     world = Watched(engine(wrong.MILESTONES[answer.exercise.id]), 0)
     monkeypatch.setattr(world, "compare", lambda: None)
-    for _ in range(50):
-        try:
-            world.turn()
-        except Exception:  # wrong code may raise what it likes: the blocks are compared all the same
-            world.engine.events.drain()
-        world.note()
+    world.is_right = False
+    world.play(50)
     told = assert_page_agrees(here, world)
-    kinds = {cell[5] for state in told["states"] for cell in state["cells"]}
-    assert SEEN[answer.id] in kinds
+    assert SEEN[answer.id] in {cell[5] for state in told["states"] for cell in state["cells"]}

@@ -7,6 +7,9 @@ import pytest
 
 from folovllm.distributed import cores
 
+ALL, FOUR, THREE, TWO = "max 100000\n", "400000 100000\n", "300000 100000\n", "200000 100000\n"
+V1 = "3:memory:/docker/1\n2:cpuacct,cpu:/docker/1\n1:name=systemd:/\n0::/\n"
+
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -17,52 +20,36 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+@pytest.mark.parametrize(
+    ("own", "groups", "expected"),
+    [
+        (None, {}, 64),
+        ("0::/\n", {}, 64),  # what is not visible bounds nothing
+        ("0::/\n", {"cpu.max": ALL}, 64),
+        ("0::/\n", {"cpu.max": FOUR}, 4),
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 2),
+        ("0::/\n", {"cpu.max": "1000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "9900000 100000\n"}, 64),
+        # The smallest quota of all groups around it.
+        ("0::/pods/a:b\n", {"cpu.max": ALL, "pods/cpu.max": THREE, "pods/a:b/cpu.max": "800000 100000\n"}, 3),
+        # A group outside of what is visible, as of a process that another control-group namespace has.
+        ("0::/../../other\n", {"cpu.max": TWO}, 2),
+        # Version 1. The path of the host's is not visible in a container; its own group is mounted in its place.
+        (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        (V1, {"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    ],
+)
+def test_quotas(machine: Path, own: str | None, groups: dict[str, str], expected: int) -> None:
+    files = {f"groups/{name}": text for name, text in groups.items()} | ({} if own is None else {"own": own})
+    for name, text in files.items():
+        (machine / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine / name).write_text(text)
+    assert cores.num_cores() == expected
 
 
-def test_no_quota(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cores.num_cores() == 64
-    write(machine / "own", "0::/\n")
-    assert cores.num_cores() == 64, "what is not visible bounds nothing"
-    write(machine / "groups/cpu.max", "max 100000\n")
-    assert cores.num_cores() == 64
+def test_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
     assert cores.num_cores() == 2
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert cores.num_cores() == 1, "not every system says how many there are"
-
-
-@pytest.mark.parametrize(("quota", "expected"), [(400000, 4), (150000, 2), (1000, 1), (9900000, 64)])
-def test_version_2(machine: Path, quota: int, expected: int) -> None:
-    write(machine / "own", "0::/\n")
-    write(machine / "groups/cpu.max", f"{quota} 100000\n")
-    assert cores.num_cores() == expected
-
-
-def test_the_smallest_quota_of_all_groups_around_it(machine: Path) -> None:
-    write(machine / "own", "0::/pods/one:two\n")
-    write(machine / "groups/cpu.max", "max 100000\n")
-    write(machine / "groups/pods/cpu.max", "300000 100000\n")
-    write(machine / "groups/pods/one:two/cpu.max", "800000 100000\n")
-    assert cores.num_cores() == 3
-
-
-def test_version_1(machine: Path) -> None:
-    """The path of the host's is not visible in a container; its own group is mounted in its place."""
-    write(machine / "own", "3:memory:/docker/1\n2:cpuacct,cpu:/docker/1\n1:name=systemd:/\n0::/\n")
-    group = machine / "groups/cpu"
-    write(group / "cpu.cfs_quota_us", "-1\n")
-    write(group / "cpu.cfs_period_us", "100000\n")
-    assert cores.num_cores() == 64
-    write(group / "cpu.cfs_quota_us", "250000\n")
-    assert cores.num_cores() == 3
-
-
-def test_a_group_outside_of_what_is_visible(machine: Path) -> None:
-    """As of a process that another control-group namespace has."""
-    write(machine / "own", "0::/../../other\n")
-    write(machine / "groups/cpu.max", "200000 100000\n")
-    assert cores.num_cores() == 2

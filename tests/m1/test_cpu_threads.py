@@ -102,11 +102,6 @@ class TestWhatTheUserSays:
         assert use_threads(small(num_threads=3)) == 3 and threads == [8, 3]
         assert "num_threads" not in caplog.text
 
-    @pytest.mark.parametrize("value", [0, -1, 1.5, True])
-    def test_a_number_that_is_none(self, value: Any) -> None:
-        with pytest.raises(ValueError, match="num_threads must be at least 1"):
-            EngineConfig(num_threads=value)
-
     def test_more_than_there_are_cores(self, threads: list[int]) -> None:
         with pytest.raises(ValueError, match="num_threads 9 is more than the 8 cores"):
             use_threads(small(num_threads=9))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,6 +47,7 @@ REFUSED: list[tuple[Callable[[LLM], Any], str]] = [
         for prompt, says in [
             ("", "prompt is empty"),
             ([[]], "prompt is empty"),
+            (["good", ""], "prompt is empty"),
             ([1] * 512, "512 tokens.*context of 512.*shorten it"),
             ([1, 259], "token id 259.*0 to 258"),
             ([1, -1], "token id -1"),
@@ -62,6 +64,17 @@ REFUSED: list[tuple[Callable[[LLM], Any], str]] = [
             ([SHORT] * 3, "3 sampling_params for 2 prompts"),
             *((params, "a SamplingParams, not") for params in ({"temperature": 0}, [{"temperature": 0}] * 2, "x", 5)),
             (SamplingParams(stop_token_ids=[259]), "stop_token_ids"),
+            (SamplingParams(allowed_token_ids=[259]), "allowed_token_ids must lie between 0 and 258, and 259"),
+            (SamplingParams(allowed_token_ids=[-1]), "allowed_token_ids must lie between 0 and 258, and -1"),
+            (SamplingParams(logit_bias={259: 1.0}), "logit_bias must lie between 0 and 258, and 259"),
+            (
+                SamplingParams(allowed_token_ids=[64], bad_words=["a"]),
+                "forbid all of allowed_token_ids: nothing could be",
+            ),
+            (
+                SamplingParams(allowed_token_ids=[64], min_tokens=3, stop_token_ids=[64]),
+                "forbid all of allowed_token_ids",
+            ),
         ]
     ),
     *(
@@ -80,9 +93,11 @@ HELLO = {"role": "user", "content": "Hello"}
 class TestPrompts:
     @pytest.mark.parametrize(("call", "says"), REFUSED)
     def test_is_refused(self, llm: LLM, call: Callable[[LLM], Any], says: str) -> None:
+        steps = llm.engine.stats().steps
         with pytest.raises(ValueError, match=says):
             call(llm)
-        assert not llm.engine.has_unfinished_requests()
+        stats = llm.engine.stats()
+        assert (stats.waiting, stats.running, stats.steps) == (0, 0, steps), "work had started"
 
     def test_a_long_prompt_gets_our_sentence_alone(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         file = folder / "tokenizer_config.json"
@@ -96,13 +111,6 @@ class TestPrompts:
         finally:
             transformers_log.removeHandler(caplog.handler)
         assert "longer than" not in caplog.text
-
-    def test_one_bad_prompt_leaves_no_trace_of_the_good_ones(self, llm: LLM) -> None:
-        steps = llm.engine.stats().steps
-        with pytest.raises(ValueError, match="empty"):
-            llm.generate(["good", ""], SHORT, use_tqdm=False)
-        stats = llm.engine.stats()
-        assert (stats.waiting, stats.running, stats.steps) == (0, 0, steps), "work had started"
 
     def test_a_refused_request_does_not_disturb_the_running_one(self, llm: LLM) -> None:
         alone = llm.generate("Hello", SHORT, use_tqdm=False)[0]["token_ids"]
@@ -166,7 +174,12 @@ def test_sampling_params_at_the_ends_of_their_ranges() -> None:
     SamplingParams(temperature=0, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=1, min_tokens=1, n=1, logprobs=0)
     SamplingParams(temperature=5, top_k=0, top_p=1e-6, min_p=1.0, max_tokens=None, min_tokens=9, seed=2**63 - 1)
     SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=100)
-    assert SamplingParams(stop="x").stop == ["x"]
+    assert (
+        SamplingParams(temperature=1e-40).temperature == 0 < SamplingParams(temperature=0.01).temperature
+    )  # logits over it: infinite
+    assert SamplingParams(stop="x").stop == ["x"] and SamplingParams(bad_words=None).bad_words == []
+    assert SamplingParams(logit_bias={"5": 2, 6: np.float32(1)}).logit_bias == {5: 2.0, 6: 1.0}
+    assert SamplingParams(logit_bias={}).logit_bias is None
     assert type(SamplingParams(repetition_penalty=Fraction(3, 2)).repetition_penalty) is float  # what a tensor takes
 
 
@@ -176,11 +189,6 @@ def test_the_strongest_penalties_and_the_highest_temperature_leave_the_logits_fi
     )
     answer = llm.generate([[5] * 3], strong, use_tqdm=False)[0]["token_ids"]
     assert len(set(answer)) > 4 and not set(answer) & {256}, "a token that was forbidden, or the same all the time"
-
-
-def test_a_temperature_near_0_is_greedy() -> None:
-    """Logits over 1e-40 would all be infinite, and the first of them no better than any other."""
-    assert SamplingParams(temperature=1e-40).temperature == 0 < SamplingParams(temperature=0.01).temperature
 
 
 def test_no_name_is_not_the_folder_that_we_are_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +249,6 @@ DAMAGES: list[tuple[str, Any, str | None]] = [  # a file, what is made of it, an
     ("tokenizer.json", Path.unlink, "no tokenizer"),
     ("model.safetensors", Path.unlink, "model.safetensors"),
     ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:2000]), "cannot read|cannot load the model"),
-    ("model.safetensors", lambda file: file.rename(file.with_name("pytorch_model.bin")), "safetensors"),
     *((INDEX, {"weight_map": {"a": name}}, "must be the name of a file in the same folder") for name in STRANGERS),
     *((file, damage, None) for file, damages in DAMAGED.items() for damage in damages),
 ]
@@ -330,6 +337,7 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
     ({"seed": None}, "seed must be between 0 and .*whole number"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be above 0 and at most 1"),
+    *(({"num_threads": n}, "num_threads must be at least 1") for n in (0, -1, 1.5, True)),
     ({"milestone": ["m1"]}, "milestone must be a text"),
     *(({n: ""}, f"{n} is an empty text") for n in ("milestone", "tokenizer", "device", "attention_backend")),
     *(({name: ""}, f"unknown {name} ''") for name in ("dtype", "kv_cache_dtype", "kv_cache", "scheduling")),

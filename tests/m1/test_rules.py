@@ -110,13 +110,6 @@ class TestBadWords:
             bad_word_tokens(tiny_tokenizer(), words)
 
 
-class TestParams:
-    def test_other_forms(self) -> None:
-        params = SamplingParams(logit_bias={"5": 2, 6: np.float32(1)}, bad_words=None)
-        assert params.logit_bias == {5: 2.0, 6: 1.0} and params.bad_words == []
-        assert SamplingParams(logit_bias={}).logit_bias is None
-
-
 @pytest.fixture(scope="module", params=["hf", "native"])
 def engine(request: pytest.FixtureRequest) -> LLMEngine:
     return make_engine(tiny_checkpoint(), milestone="m1", model_impl=request.param)
@@ -140,13 +133,3 @@ class TestAnswers:
     def test_a_bias_moves_the_choice(self, engine: LLMEngine) -> None:
         assert self.ask(engine, temperature=0, logit_bias={17: 100})[1] == [17] * 25
         assert 17 not in self.ask(engine, logit_bias={17: -100})[1]
-
-    def test_ids_that_do_not_exist(self, engine: LLMEngine) -> None:
-        for fields in ({"allowed_token_ids": [259]}, {"logit_bias": {259: 1.0}}, {"allowed_token_ids": [-1]}):
-            with pytest.raises(ValueError, match=f"{next(iter(fields))} must lie between 0 and 258, and (259|-1)"):
-                self.ask(engine, **fields)
-
-    def test_where_nothing_is_left(self, engine: LLMEngine) -> None:
-        for fields in ({"bad_words": ["a"]}, {"min_tokens": 3, "stop_token_ids": [64]}):
-            with pytest.raises(ValueError, match="forbid all of allowed_token_ids: nothing could be sampled"):
-                self.ask(engine, allowed_token_ids=[64], **fields)

@@ -208,11 +208,6 @@ class TestStopsInTheEngine:
             ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
             assert answer.text == llm.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def test_min_tokens_skips_early_stop_strings(self, llm: LLM, plain: RequestOutput) -> None:
-        stop = re.search(r"[\x20-\x7e]{2}", plain["text"]).group()
-        out = llm.generate(PROMPT, replace(GREEDY, stop=[stop], min_tokens=40), use_tqdm=False)[0].outputs[0]
-        assert out.text == plain["text"] and out.finish_reason == "length"
-
     def test_every_end_of_text_id_of_the_generation_config(self, plain: RequestOutput, tmp_path: Path) -> None:
         shutil.copytree(tiny_checkpoint(), tmp_path / "model")
         ids = [plain["token_ids"][6], 258]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from folovllm import LLM
-from folovllm.apps.inspector.replay import parse
+from folovllm.apps.inspector.lines import parse
 from folovllm.apps.inspector.watcher import Watcher
 from milestones.cli import app
 from milestones.mine import Mine

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from folovllm.apps.inspector.lines import StepBegan, StepEnded
+from folovllm.apps.inspector.lines import StepBegan, StepEnded, parse
 from folovllm.apps.inspector.page import one_file
-from folovllm.apps.inspector.replay import parse
 from folovllm.apps.inspector.watcher import Watcher
 from milestones.mini.film import recording
 from tests.mini.conftest import reference

@@ -9,8 +9,7 @@ import pytest
 
 from folovllm.apps.cli.show import step_line
 from folovllm.apps.inspector import lines
-from folovllm.apps.inspector.lines import Turn
-from folovllm.apps.inspector.replay import Recording
+from folovllm.apps.inspector.lines import Recording, Turn
 from folovllm.apps.inspector.trace import REQUESTS, Trace
 from folovllm.config import EngineConfig
 from folovllm.electives.server.aggregator import Aggregator

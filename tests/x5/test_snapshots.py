@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from folovllm.apps.inspector import lines
+from folovllm.apps.inspector.lines import parse
 from folovllm.apps.inspector.recorder import Recorder
-from folovllm.apps.inspector.replay import parse
 from folovllm.cache.block_manager import Block
 from folovllm.electives.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
 from folovllm.electives.hybrid.state_layer import num_snapshots

@@ -9,6 +9,8 @@ import typer
 
 from folovllm.apps.cli.flags import engine_flags, with_flags, writable
 
+MOST_RECORDINGS = 6
+
 
 def inspect(
     files: Annotated[
@@ -33,10 +35,14 @@ def inspect(
 
     With flags of the engine the page shows that engine at once; with --mine your own code runs there.
     """
-    from folovllm.apps.inspector.page import one_file, require_recordings
+    from folovllm.apps.inspector.lines import read
+    from folovllm.apps.inspector.page import one_file
 
     recordings, chosen = list(files or ()), engine_flags(given)
-    require_recordings(recordings)
+    if len(recordings) > MOST_RECORDINGS:
+        raise ValueError(f"a race has up to {MOST_RECORDINGS} recordings, not {len(recordings)}: leave some away")
+    for file in recordings:
+        read(file)
     if html is not None and not recordings:
         raise ValueError("--html writes recordings into one page: folovllm inspect run.jsonl --html run.html")
     if html is not None and html.resolve() in [file.resolve() for file in recordings]:

@@ -1,21 +1,17 @@
-"""The lines of a recording: a header, and then tagged structs. The format is described in docs/reference/recording.md."""
+"""Recordings: their lines, which are a header and then tagged structs, and how one is read. docs/reference/recording.md describes the format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from folovllm.engine import events as ev
-from folovllm.engine.spelling import BYTE, byte_alphabet
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from folovllm.models.messages import in_one_line
 
 FORMAT, VERSION = "folovllm recording", 2
-Text = str | list[int]
 
 
 class Scheduled(ev.Tagged, frozen=True, tag=False):
@@ -76,9 +72,9 @@ Entry = (
 
 
 class Texts(ev.Tagged, frozen=True):
-    """What token ids look like, before the first line that needs them."""
+    """What token ids look like, before the first line that needs them: a text each, or bytes that are no whole character."""
 
-    texts: dict[str, Text]
+    texts: dict[str, str | list[int]]
 
 
 class Turn(ev.Tagged, frozen=True):
@@ -98,54 +94,61 @@ class Done(ev.Tagged, frozen=True):
 
 
 Line = Texts | Turn | Done
-encode_lines = msgspec.json.Encoder(
-    enc_hook=lambda numbers: numbers.tolist()
-).encode_lines  # numpy's, which a learner may hand in
+# numpy's numbers are those that a learner may hand in
+encode_lines = msgspec.json.Encoder(enc_hook=lambda numbers: numbers.tolist()).encode_lines
+_line = msgspec.json.Decoder[Line](Line)
 
 
-def tokens_of_entry(entry: Entry) -> Iterable[int]:
-    """The token ids that an entry shows."""
-    match entry:
-        case ev.RequestAdded():
-            return map(int, entry.prompt_token_ids)
-        case StepEnded():
-            return (token for _, ids in entry.sampled for token in ids)
-        case DraftsVerified():
-            return entry.rejected
-        case Scored():
-            return range(len(entry.logprobs) // 2)
-        case ev.Snapshot():
-            blocks = np.frombuffer(b"".join([block.token_ids for block in entry.blocks]), np.int32)
-            return {*np.unique(blocks).tolist(), *(int(token) for seq in entry.sequences for token in seq.token_ids)}
-    return ()
+@dataclass(slots=True, frozen=True)
+class Recording:
+    """A recording that was read: its header, and its other lines, which a `Watcher` can follow."""
+
+    name: str
+    header: dict[str, Any]
+    lines: list[Line]
+
+    @property
+    def how(self) -> str | None:
+        """How the run ended; None if the file was cut off before."""
+        return next((line.how for line in self.lines[-1:] if isinstance(line, Done)), None)
+
+    def turns(self) -> list[Turn]:
+        """What happened, turn by turn. The first turn has a `Snapshot` alone."""
+        return [line for line in self.lines if isinstance(line, Turn)]
 
 
-class TokenTexts:
-    """The text of each token of a vocabulary, or its bytes where it is no whole character.
+def read(path: str | Path) -> Recording:
+    """Read a recording, up to its last whole line.
 
-    The vocabulary is read once: a tokenizer is not for two threads.
+    Raises:
+        ValueError: it cannot be read, is none, or is of another version; the sentence says which.
     """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    return parse(text, path.name)
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        special = set(tokenizer.all_special_tokens)
-        self._pieces = {id_: (piece, piece in special) for piece, id_ in tokenizer.get_vocab().items()}
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._bytes = byte_alphabet() if backend is not None and "ByteLevel" in repr(backend.decoder) else {}
 
-    def of(self, token_ids: Iterable[int]) -> dict[str, Text]:
-        """A text for each id that has one."""
-        return {str(id_): self._text(*self._pieces[id_]) for id_ in sorted(token_ids) if id_ in self._pieces}
-
-    def _text(self, piece: str, is_special: bool) -> Text:
-        if is_special:
-            return piece
-        if self._bytes and all(letter in self._bytes for letter in piece):
-            data = bytes(self._bytes[letter] for letter in piece)
-        elif match := BYTE.fullmatch(piece):
-            data = bytes([int(match[1], 16)])
-        else:
-            return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")  # SentencePiece's space
+def parse(text: str, name: str) -> Recording:
+    """Read a recording from its text. Raises ValueError as `read` does."""
+    first, *rows = text.split("\n")
+    try:
+        header = msgspec.json.decode(first, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        header = {}
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{name} is no recording: `folovllm generate ... --record FILE` writes one")
+    if (version := header.get("version")) != VERSION:
+        reads = f"this reads version {VERSION}: record it anew"
+        raise ValueError(f"{name} is a recording of version {version}, and {reads}")
+    lines: list[Line] = []
+    for number, row in enumerate(rows, 2):
         try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return list(data)
+            lines.append(_line.decode(row))
+        except (msgspec.DecodeError, RecursionError) as error:
+            if number > len(rows):  # the last line is empty, or was cut off
+                break
+            raise ValueError(f"{name}, line {number} is no line of a recording: {in_one_line(error)}") from error
+    return Recording(name, header, lines)

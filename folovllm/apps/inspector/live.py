@@ -9,29 +9,31 @@ MOST_UNREAD = 8 << 20  # bytes that wait for one subscriber
 KEEP_ALIVE = 15.0  # seconds of silence after which a comment keeps a stream open
 
 
-def is_beginning(piece: bytes | bytearray) -> bool:
+def is_beginning(piece: bytes) -> bool:
     """Whether a piece begins with a header."""
     return piece[:1] == b"{"
 
 
 class Subscriber:
-    """A stream, and the bytes that wait for it. One that does not keep up begins anew, and holds at most `MOST_UNREAD`."""
+    """A stream, and the bytes that wait for it: a beginning, and at most `MOST_UNREAD` more. One that does not keep up begins anew."""
 
     def __init__(self) -> None:
         self.joins = True  # until a beginning comes
-        self.is_lost = self.is_over = False
+        self.is_lost = False  # until it reads again, and asks for a beginning
         self.changed = asyncio.Event()
-        self.unread = bytearray()
+        self.unread, self.most = bytearray(), 0
 
     def put(self, piece: bytes) -> None:
         """Keep a piece for the stream, if it can do anything with it."""
-        if self.is_lost or self.joins != is_beginning(piece):
+        if self.joins != is_beginning(piece):
             return
+        if self.joins:
+            self.most = len(piece) + MOST_UNREAD  # a beginning is as long as it must be
         self.joins = False
         self.unread += piece
-        if len(piece) < len(self.unread) > MOST_UNREAD:  # a beginning alone is as long as it must be
+        if len(self.unread) > self.most:
             self.unread.clear()
-            self.is_lost = True
+            self.joins = self.is_lost = True
         self.changed.set()
 
     def read(self) -> bytes:
@@ -39,10 +41,6 @@ class Subscriber:
         self.changed.clear()
         data, self.unread = bytes(self.unread), bytearray()
         return data
-
-    def begin_anew(self) -> None:
-        """Wait for a beginning."""
-        self.joins, self.is_lost = True, False
 
 
 class Subscribers:
@@ -52,17 +50,18 @@ class Subscribers:
         """`watch` is the engine's: True asks for a beginning and what comes after, False for nothing more."""
         self._watch = watch
         self._all: set[Subscriber] = set()
+        self._is_over = False
 
     def publish(self, pieces: list[bytes]) -> None:
         """Give everybody the lines that the engine made."""
-        for piece in pieces:
-            for subscriber in self._all:
+        for subscriber in self._all:
+            for piece in pieces:
                 subscriber.put(piece)
 
     def begin_anew(self) -> None:
         """There is another engine: every stream begins anew."""
         for subscriber in self._all:
-            subscriber.begin_anew()
+            subscriber.joins, subscriber.is_lost = True, False
         if self._all:
             self._watch(True)
 
@@ -81,13 +80,13 @@ class Subscribers:
 
     def close(self) -> None:
         """Nothing more comes: streams end once all is read."""
+        self._is_over = True
         for subscriber in self._all:
-            subscriber.is_over = True
             subscriber.changed.set()
 
     async def events(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
         """Yield what waits for a subscriber as server-sent events, until `close`. The caller calls `remove`."""
-        while not subscriber.is_over or subscriber.unread:
+        while not self._is_over or subscriber.unread:
             try:
                 await asyncio.wait_for(subscriber.changed.wait(), KEEP_ALIVE)
             except TimeoutError:
@@ -95,7 +94,7 @@ class Subscribers:
             if data := subscriber.read():
                 yield as_event(data)
             if subscriber.is_lost:
-                subscriber.begin_anew()
+                subscriber.is_lost = False
                 self._watch(True)
 
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from folovllm.apps.inspector.lines import read
 from folovllm.apps.inspector.page import inline_source, whole_page
 from folovllm.apps.inspector.recorder import Recorder
-from folovllm.apps.inspector.replay import read
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
@@ -46,11 +46,8 @@ def film(engine: LLM | LLMEngine, title: str = "") -> Iterator[RecordedRun]:
     """Record what an engine does in the block."""
     taken = RecordedRun(title)
     inner: Any = getattr(engine, "engine", engine)
-    recorder = Recorder(inner, taken._data.extend, title=title)
-    try:
+    with Recorder(inner, taken._data.extend, title=title):
         yield taken
-    finally:
-        recorder.close()
 
 
 def show(*recordings: RecordedRun | LLM | LLMEngine | str | Path, height: int = HEIGHT) -> Any:

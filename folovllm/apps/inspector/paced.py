@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from folovllm.apps.inspector.lines import TokenTexts
-from folovllm.apps.inspector.live import is_beginning
-from folovllm.apps.inspector.recorder import Recorder
+from folovllm.apps.inspector.recorder import Recorder, TokenTexts
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.plugins import named
 
@@ -19,7 +17,7 @@ PERIOD = 1 / 15  # seconds between two messages
 class PacedEngine:
     """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own.
 
-    While somebody watches it makes lines of what it does, in pieces. A piece that begins with a header is a beginning, where
+    While somebody watches it makes lines of what it does, a piece a turn. A piece that begins with a header is a beginning, where
     subscribers join; the others continue what came before.
     """
 
@@ -27,8 +25,7 @@ class PacedEngine:
         self._engine, self._clock = engine, clock
         self._recorder: Recorder | None = None
         self._texts: TokenTexts | None = None  # made for the first subscriber
-        self._pieces: list[bytearray] = []
-        self._lock = threading.Lock()
+        self._pieces: deque[bytes] = deque()  # which the recorder's thread appends
         self._taken_at = clock()
         self._delay, self._is_held = 0.0, False
         self._steps_left = 0  # while it is held
@@ -44,7 +41,7 @@ class PacedEngine:
             self._recorder.begin_again()
         else:
             self._texts = self._texts or TokenTexts(self._engine.tokenizer)
-            self._recorder = Recorder(self._engine, self._add, title="live", texts=self._texts)
+            self._recorder = Recorder(self._engine, self._pieces.append, title="live", texts=self._texts)
 
     def end_recording(self, how: str) -> list[bytes]:
         """End, since the last subscriber left or the engine ends. Returns the pieces that are left."""
@@ -67,17 +64,7 @@ class PacedEngine:
         return self._pop()
 
     def _pop(self) -> list[bytes]:
-        with self._lock:
-            pieces, self._pieces = self._pieces, []
-        return [bytes(piece) for piece in pieces]
-
-    def _add(self, data: bytes) -> None:
-        """In the recorder's thread."""
-        with self._lock:
-            if self._pieces and not is_beginning(data) and not is_beginning(self._pieces[-1]):
-                self._pieces[-1] += data
-            else:
-                self._pieces.append(bytearray(data))
+        return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
     def set_pace(self, delay: float = 0.0, is_held: bool = False, steps: int = 0) -> None:
         """Wait `delay` seconds between steps from here on; held, take `steps` more steps alone."""

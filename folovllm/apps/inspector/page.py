@@ -9,25 +9,20 @@ from typing import Any
 
 import msgspec
 
-from folovllm.apps.inspector.replay import Recording, read
 from folovllm.models.written_files import write_whole
 
 STATIC = Path(__file__).parent / "static"
+SERVED = "inspector/static/"  # the address of these files, as the page says it
 STYLES = "house.css", "inspector.css"  # the first one is the chat page's and the book's, too
 STYLE = "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
 SOURCE = '<script type="application/json" id="source">null</script>'
 STRINGS = '<script type="application/json" id="strings">null</script>'
 SCRIPT = '<script type="module" src="main.js"></script>'
-MOST_RECORDINGS = 6
 
 
-def served_page(source: dict[str, Any], prefix: str) -> str:
-    """The page for a server that has the files of `static/` under `prefix`, an address that ends in a slash."""
-    return _fill(
-        source,
-        style=STYLE.replace('href="', f'href="{prefix}'),
-        script=SCRIPT.replace('src="', f'src="{prefix}'),
-    )
+def served_page(source: dict[str, Any]) -> str:
+    """The page for a server that has the files of `static/` under `SERVED`."""
+    return _fill(source, STYLE.replace('href="', f'href="{SERVED}'), SCRIPT.replace('src="', f'src="{SERVED}'))
 
 
 def whole_page(source: dict[str, Any], in_english: bool = False) -> str:
@@ -60,13 +55,6 @@ def one_file(recordings: list[Path], html: Path, book: str | None = None) -> Non
     """Write a page that works from disk. Raises ValueError if it cannot be written, or a recording cannot be read."""
     texts = [(path.name, path.read_text(encoding="utf-8-sig")) for path in recordings]
     write_whole(html, whole_page(inline_source(texts, book)))
-
-
-def require_recordings(paths: list[Path]) -> list[Recording]:
-    """Read the recordings that are to be shown. Raises ValueError if there are too many, or one is none."""
-    if len(paths) > MOST_RECORDINGS:
-        raise ValueError(f"a race has up to {MOST_RECORDINGS} recordings, not {len(paths)}: leave some away")
-    return [read(path) for path in paths]
 
 
 def _bare(code: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from folovllm.apps.inspector.live import Subscribers
 from folovllm.apps.inspector.scenes import VOCABULARY, Sampling, Scene, params_of, scenes
-from folovllm.config import PRESETS, EngineConfig
+from folovllm.config import EngineConfig
 from folovllm.electives.server.errors import Unavailable
 from folovllm.sampling_params import SamplingParams
 
@@ -20,68 +22,54 @@ if TYPE_CHECKING:  # the page is there before torch is
 
 LONGEST = 160  # tokens of a prompt and its answer: few enough to watch
 HOST_MEMORY = "16MiB"  # for evicted blocks
-MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 2.0, 1000
 
 
-@dataclass(slots=True, frozen=True)
-class Control:
-    """A control of the page: a number from `min` to `max`, a choice, or else a switch."""
-
-    default: Any
-    help: str
-    choices: tuple[Any, ...] = ()
-    min: int = 0
-    max: int = 0
-    step: int = 1
-
-    @property
-    def kind(self) -> str:
-        """What the page shows."""
-        return "choice" if self.choices else "number" if self.max else "switch"
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise ValueError unless the value is allowed."""
-        is_number = type(value) is int and self.min <= value <= self.max
-        allowed = {
-            "choice": (value in self.choices, f"one of {', '.join(map(str, self.choices))}"),
-            "switch": (isinstance(value, bool), "true or false"),
-            "number": (is_number, f"a whole number from {self.min} to {self.max}"),
-        }
-        if not allowed[self.kind][0]:
-            raise ValueError(f"{name} must be {allowed[self.kind][1]}, not {value!r}")
-
-    def described(self, name: str, value: Any) -> dict[str, Any]:
-        """What the page gets to know of it."""
-        return {"name": name, "kind": self.kind, "value": value} | asdict(self)
+def number(least: int, most: int, says: str, step: int = 1) -> Meta:
+    """A slider of the page, which stops at every `step`."""
+    return Meta(ge=least, le=most, description=says, extra_json_schema={"multipleOf": step})
 
 
-CONTROLS = {  # by field of `EngineConfig`
-    "milestone": Control("m5", "the preset", tuple(PRESETS)),
-    "num_kv_blocks": Control(48, "blocks of the KV cache", min=2, max=512),
-    "block_size": Control(8, "tokens a block holds", (1, 4, 8, 16, 32)),
-    "max_num_seqs": Control(6, "most sequences in a step", min=1, max=64),
-    "max_num_batched_tokens": Control(64, "most tokens in a step", min=8, max=1024, step=8),
-    "enable_chunked_prefill": Control(True, "compute long prompts over several steps"),
-    "enable_prefix_caching": Control(True, "find the K/V of prefixes that were computed before"),
-    "draft_tokens": Control(
-        0, "tokens that a proposer drafts for each step (none: 0), and the model verifies", (0, 1, 2, 4, 8)
-    ),
-    "draft_head": Control(False, "a head of the embedded model drafts these tokens, instead of a small model"),
-    "experts": Control(False, "the embedded mixture of experts instead of the dense model"),
-    "offload": Control(False, "keep evicted blocks in host memory, and bring them back"),
-    "states": Control(False, "the embedded hybrid model, with a snapshot every 16 tokens, instead of the dense model"),
-}
-Settings = dict[str, Any]  # a value for each
-DEFAULTS: Settings = {name: control.default for name, control in CONTROLS.items()}
+def says(help: str) -> Meta:
+    """What the page says of a choice, or of a switch."""
+    return Meta(description=help)
 
 
-def changed(settings: Settings, changes: dict[str, Any]) -> Settings:
-    """The settings with others in their place. Raises ValueError for one that does not exist, or a value that is not allowed."""
-    for name, value in changes.items():
-        if name not in CONTROLS:
-            raise ValueError(f"there is no setting {name!r}: known are {', '.join(CONTROLS)}")
-        CONTROLS[name].check(name, value)
-    return settings | changes
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the page has controls for; it makes them of the JSON Schema. Most are fields of `EngineConfig`."""
+
+    milestone: Annotated[Literal["m1", "m2", "m3", "m4", "m5", "m6"], says("the preset")] = "m5"
+    num_kv_blocks: Annotated[int, number(2, 512, "blocks of the KV cache")] = 48
+    block_size: Annotated[Literal[1, 4, 8, 16, 32], says("tokens a block holds")] = 8
+    max_num_seqs: Annotated[int, number(1, 64, "most sequences in a step")] = 6
+    max_num_batched_tokens: Annotated[int, number(8, 1024, "most tokens in a step", 8)] = 64
+    enable_chunked_prefill: Annotated[bool, says("compute long prompts over several steps")] = True
+    enable_prefix_caching: Annotated[bool, says("find the K/V of prefixes that were computed before")] = True
+    draft_tokens: Annotated[
+        Literal[0, 1, 2, 4, 8],
+        says("tokens that a proposer drafts for each step (none: 0), and the model verifies"),
+    ] = 0
+    draft_head: Annotated[bool, says("a head of the embedded model drafts these tokens, instead of a small model")] = (
+        False
+    )
+    experts: Annotated[bool, says("the embedded mixture of experts instead of the dense model")] = False
+    offload: Annotated[bool, says("keep evicted blocks in host memory, and bring them back")] = False
+    states: Annotated[
+        bool, says("the embedded hybrid model, with a snapshot every 16 tokens, instead of the dense model")
+    ] = False
+
+    def changed(self, changes: dict[str, Any]) -> Settings:
+        """With other values. Raises ValueError for a setting that does not exist, or a value that is not allowed."""
+        try:
+            return msgspec.convert(msgspec.structs.asdict(self) | changes, Settings)
+        except msgspec.ValidationError as error:
+            choices = [f"{name} {', '.join(map(str, f['enum']))}" for name, f in schemas().items() if "enum" in f]
+            raise ValueError(f"the playground cannot be set so: {error} (choices: {'; '.join(choices)})") from error
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """The JSON Schema of each setting."""
+    properties: dict[str, dict[str, Any]] = msgspec.json.schema(Settings)["$defs"]["Settings"]["properties"]
+    return properties
 
 
 def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any]:
@@ -90,45 +78,36 @@ def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any
     Every milestone gets the same memory. A contiguous cache (M2) has as many slots as fit into it; M1 has no pool, serves one
     request at a time, and neither speculates nor counts experts.
     """
-    milestone, budget = settings["milestone"], settings["max_num_batched_tokens"]
-    memory = settings["num_kv_blocks"] * settings["block_size"]
-    chunks = settings["enable_chunked_prefill"] and milestone != "m1"
-    length = min(LONGEST, memory) if chunks else min(LONGEST, memory, max(2, budget))
-    chosen = {"milestone": milestone, "max_model_len": length, "max_num_batched_tokens": budget}
-    chosen["max_logprobs"] = VOCABULARY
-    if settings["experts"] and model is None:
-        chosen["model"] = "stories-moe"
-    elif settings["states"] and model is None:
-        chosen |= {"model": "stories-hybrid", "snapshot_interval": 16, "num_snapshots": 6}
+    milestone, memory = settings.milestone, settings.num_kv_blocks * settings.block_size
+    chunks, has_experts = settings.enable_chunked_prefill and milestone != "m1", settings.experts and model is None
+    length = min(LONGEST, memory) if chunks else min(LONGEST, memory, settings.max_num_batched_tokens)
+    fields: dict[str, Any] = {"milestone": milestone, "max_model_len": length, "max_logprobs": VOCABULARY}
+    fields["max_num_batched_tokens"] = settings.max_num_batched_tokens
+    if has_experts:
+        fields["model"] = "stories-moe"
+    elif settings.states and model is None:
+        fields |= {"model": "stories-hybrid", "snapshot_interval": 16, "num_snapshots": 6}
     if milestone == "m1":
-        return chosen
-    chosen |= {"max_num_seqs": settings["max_num_seqs"], "enable_chunked_prefill": chunks}
-    chosen |= {"count_experts": settings["experts"] and model is None} | _speculation(settings, model)
+        return fields
+    fields |= {"max_num_seqs": settings.max_num_seqs, "enable_chunked_prefill": chunks, "count_experts": has_experts}
+    if settings.draft_tokens:
+        draft = _proposer(settings, model) | {"num_speculative_tokens": settings.draft_tokens, "adaptive": False}
+        fields["speculative_config"] = draft
     if milestone == "m2":
-        return chosen | {"num_kv_blocks": max(1, memory // length)}
-    if settings["offload"] and settings["enable_prefix_caching"] and not settings["states"]:
-        chosen["kv_offload"] = HOST_MEMORY
-    return chosen | {name: settings[name] for name in ("num_kv_blocks", "block_size", "enable_prefix_caching")}
+        return fields | {"num_kv_blocks": max(1, memory // length)}
+    if settings.offload and settings.enable_prefix_caching and not settings.states:
+        fields["kv_offload"] = HOST_MEMORY
+    fields |= {"num_kv_blocks": settings.num_kv_blocks, "block_size": settings.block_size}
+    return fields | {"enable_prefix_caching": settings.enable_prefix_caching}
 
 
-def _speculation(settings: Settings, model: str | None) -> dict[str, Any]:
-    """Draft tokens at every step: by the embedded draft model or head, or by n-grams for a model that these were not made for."""
-    if not settings["draft_tokens"]:
-        return {}
-    has_head, has_states = settings["draft_head"], settings["states"]
-    if model or (has_head and settings["experts"]):
-        method = {"method": "ngram"}
-    elif has_head:
-        method = {"method": "mtp"} if has_states else {"method": "eagle3", "model": "stories-eagle3"}
-    else:
-        method = {"method": "draft_model", "model": "stories-draft"}
-    return {"speculative_config": method | {"num_speculative_tokens": settings["draft_tokens"], "adaptive": False}}
-
-
-def _require_range(name: str, value: float, least: float, most: float) -> float:
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, not {value}")
-    return value
+def _proposer(settings: Settings, model: str | None) -> dict[str, str]:
+    """Who drafts: the embedded draft model or head, or n-grams for a model that these were not made for."""
+    if model or (settings.draft_head and settings.experts):
+        return {"method": "ngram"}
+    if not settings.draft_head:
+        return {"method": "draft_model", "model": "stories-draft"}
+    return {"method": "mtp"} if settings.states else {"method": "eagle3", "model": "stories-eagle3"}
 
 
 class Playground:
@@ -136,8 +115,9 @@ class Playground:
 
     def __init__(self, overrides: dict[str, Any]) -> None:
         """`overrides` are fields of `EngineConfig`; those that the page has controls for are where these begin."""
-        self.settings = changed(DEFAULTS, {name: overrides[name] for name in CONTROLS.keys() & overrides})
-        others = {name: value for name, value in overrides.items() if name not in CONTROLS}
+        controlled = overrides.keys() & set(Settings.__struct_fields__)
+        self.settings = Settings().changed({name: overrides[name] for name in controlled})
+        others = {name: value for name, value in overrides.items() if name not in controlled}
         self._overrides = {"num_threads": 1, "use_tqdm": False} | others
         self.delay, self.is_held = 0.1, False
         self.loading: str | None = "the engine is not there yet"
@@ -165,10 +145,10 @@ class Playground:
     def described(self) -> dict[str, Any]:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
         hidden = ("experts", "states") if "model" in self._overrides else ()  # those choose an embedded model
-        shown = [(name, control) for name, control in CONTROLS.items() if name not in hidden]
-        fields = [control.described(name, self.settings[name]) for name, control in shown]
-        told = {"mine": int(self.runs_mine), "loading": self.loading, "error": self.error}
-        return {"fields": fields, "delay": self.delay, "paused": int(self.is_held)} | told
+        shown = {name: field for name, field in schemas().items() if name not in hidden}
+        told = {"fields": shown, "values": msgspec.structs.asdict(self.settings), "mine": self.runs_mine}
+        pace = {"delay": self.delay, "paused": self.is_held}
+        return told | pace | {"loading": self.loading, "error": self.error}
 
     async def build(self, changes: dict[str, Any]) -> None:
         """Put an engine with these settings in the place of the one that is there. The first time this imports torch.
@@ -178,11 +158,10 @@ class Playground:
         """
         async with self._turn:
             self._stop_arrivals()
-            settings = changed(self.settings, changes)
-            config = EngineConfig(**self._overrides | config_fields(settings, self._overrides.get("model")))
-            engine = await self._started(config)
-            old, self._engine, self.settings = self._engine, engine, settings
-            self._streams = []
+            settings = self.settings.changed(changes)
+            fields = config_fields(settings, self._overrides.get("model"))
+            engine = await self._started(EngineConfig(**self._overrides | fields))
+            old, self._engine, self.settings, self._streams = self._engine, engine, settings, []
             engine.on_seen = self.subscribers.publish
             engine.call("set_pace", self.delay, self.is_held)
             if old is not None:
@@ -207,10 +186,9 @@ class Playground:
 
         `sampling`: the reader's choice, for a scene that has one. Raises ValueError for a scene that does not exist.
         """
-        if scene not in scenes():
+        if (found := scenes().get(scene)) is None:
             raise ValueError(f"there is no scene {scene!r}: known are {', '.join(scenes())}")
-        found = scenes()[scene]
-        await self.build(DEFAULTS | found.engines[-1])
+        await self.build(msgspec.structs.asdict(Settings()) | found.engines[-1])
         self._arriving = asyncio.create_task(self._arrive(found, params_of(sampling or found.sampling)))
 
     async def _arrive(self, scene: Scene, sampling: dict[str, Any]) -> None:
@@ -228,12 +206,14 @@ class Playground:
             self._arriving = None
 
     async def ask(
-        self, prompts: list[str], max_tokens: int = 64, temperature: float = 0.7, seed: int | None = None,
+        self,
+        prompts: Annotated[list[str], Meta(min_length=1, max_length=64)],
+        max_tokens: Annotated[int, Meta(ge=1, le=LONGEST)] = 64,
+        temperature: float = 0.7,
+        seed: int | None = None,
         sampling: Sampling | None = None,
-    ) -> dict[str, list[str]]:  # fmt: skip
+    ) -> dict[str, list[str]]:
         """Queue prompts, and return their requests' ids. Raises ValueError for what can never be served: then none is."""
-        _require_range("the number of prompts", len(prompts), 1, MOST_PROMPTS)
-        _require_range("max_tokens", max_tokens, 1, MOST_TOKENS)
         chosen = {"temperature": temperature, "seed": seed} if sampling is None else params_of(sampling)
         return {"requests": await self._submit(prompts, SamplingParams(max_tokens=max_tokens, **chosen))}
 
@@ -253,10 +233,14 @@ class Playground:
             if request in (None, str(stream.number)):
                 engine.abort(stream.request_id)
 
-    async def change_pace(self, delay: float | None = None, paused: bool | None = None, step: int = 0) -> None:
-        """Slow the engine down, hold it, or let it take some steps while it is held. Raises ValueError for what cannot be."""
-        self.delay = _require_range("delay", self.delay if delay is None else delay, 0, MOST_DELAY)
-        _require_range("step", step, 0, MOST_STEPS)
+    async def change_pace(
+        self,
+        delay: Annotated[float, Meta(ge=0, le=2)] | None = None,
+        paused: bool | None = None,
+        step: Annotated[int, Meta(ge=0, le=1000)] = 0,
+    ) -> None:
+        """Slow the engine down, to `delay` seconds a step, hold it, or let it take some steps while it is held."""
+        self.delay = self.delay if delay is None else delay
         self.is_held = self.is_held if paused is None else paused
         if self._engine is not None and self._engine.is_open:
             self._engine.call("set_pace", self.delay, self.is_held, step)

@@ -36,107 +36,98 @@ BOOK = Path(__file__).resolve().parents[3] / "docs"  # of a checkout
 LONGEST_BODY = 1 << 20  # bytes
 
 
-def body_of(method: Callable[..., Any]) -> type[msgspec.Struct]:
-    """What the body of a request holds that calls a method: its parameters."""
-    kinds, parameters = get_type_hints(method), inspect.signature(method).parameters.values()
-    fields = [(p.name, kinds[p.name], *([] if p.default is p.empty else [p.default])) for p in parameters]
-    return msgspec.defstruct(method.__name__, fields, forbid_unknown_fields=True)
-
-
-def replay_app(recordings: list[Path], host: str) -> Starlette:
+def replay_app(files: list[Path], host: str) -> Starlette:
     """The page with recordings, which it fetches."""
-    described = [{"name": path.name, "url": f"inspector/recordings/{i}"} for i, path in enumerate(recordings)]
+    return _app(host, {"kind": "files", "recordings": _links(files, files)}, files, [])
+
+
+def playground_app(playground: Playground, host: str) -> Starlette:
+    """The page with an engine of its own, and with scenes to begin with."""
+
+    async def events(request: Request) -> Response:
+        subscriber, all_of_them = playground.subscribers.add(), playground.subscribers
+        return EventStream(all_of_them.events(subscriber), partial(all_of_them.remove, subscriber))
+
+    async def control(request: Request) -> Response:
+        if request.method == "POST":
+            await playground.build(await _body(request, dict[str, Any]))
+        return JSONResponse(playground.described())
+
+    def calls(method: Callable[..., Awaitable[Any]]) -> Handler:
+        """A handler that calls a method; the request's body holds its arguments."""
+        kind = _struct_of(method)
+
+        async def handler(request: Request) -> Response:
+            answer = await method(**msgspec.structs.asdict(await _body(request, kind)))
+            return JSONResponse(answer or playground.described())
+
+        return handler
+
+    async def chapter(request: Request) -> Response:
+        """A chapter that a scene names, as its text stands in the checkout."""
+        name = request.path_params["name"]
+        if name not in {scene.chapter for scene in scenes().values()} or not (file := BOOK / f"{name}.md").is_file():
+            raise HTTPException(404)
+        return FileResponse(file, media_type="text/plain", headers=SAFE)
+
+    files = [file for scene in scenes().values() for file in scene.files]
+    source = {
+        "kind": "playground",
+        "events": "inspector/events",
+        "control": "inspector/playground",
+        "live": playground.has_flags,
+        "scenes": [scene.described() | {"recordings": _links(scene.files, files)} for scene in scenes().values()],
+        "book": "inspector/book/{}.md" if BOOK.is_dir() else None,
+    }
+    methods: dict[str, Callable[..., Awaitable[Any]]] = {
+        "prompts": playground.ask,
+        "scene": playground.play,
+        "abort": playground.abort,
+        "pace": playground.change_pace,
+    }
+    routes = [Route(f"{CONTROL}/{name}", calls(method), methods=["POST"]) for name, method in methods.items()]
+    routes += [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
+    return _app(host, source, files, [*routes, Route(f"{PAGE}/book/{{name}}.md", chapter)])
+
+
+def _app(host: str, source: dict[str, Any], recordings: list[Path], routes: list[Route]) -> Starlette:
+    """An application with the page, its files, these recordings and these addresses."""
+
+    async def home(request: Request) -> Response:
+        return RedirectResponse(PAGE)
 
     async def page(request: Request) -> Response:
-        return page_response({"kind": "files", "recordings": described})
+        return page_response(source)
+
+    async def file(request: Request) -> Response:
+        return file_response(request.path_params["name"])
 
     async def recording(request: Request) -> Response:
         if (number := request.path_params["number"]) >= len(recordings):
             raise HTTPException(404)
         return FileResponse(recordings[number], media_type="application/jsonl", headers=SAFE)
 
-    return _app(host, page, [Route(f"{PAGE}/recordings/{{number:int}}", recording)])
-
-
-def playground_app(playground: Playground, host: str) -> Starlette:
-    """The page with an engine of its own."""
-
-    async def page(request: Request) -> Response:
-        return page_response(_source(playground.has_flags))
-
-    async def events(request: Request) -> Response:
-        subscriber = playground.subscribers.add()
-        return EventStream(
-            playground.subscribers.events(subscriber), partial(playground.subscribers.remove, subscriber)
-        )
-
-    async def control(request: Request) -> Response:
-        if request.method == "POST":
-            await playground.build(await _json(request, dict[str, Any]))
-        return JSONResponse(playground.described())
-
-    def calls(method: Callable[..., Awaitable[Any]]) -> Handler:
-        kind = body_of(method)
-
-        async def handler(request: Request) -> Response:
-            answer = await method(**msgspec.structs.asdict(await _json(request, kind)))
-            return JSONResponse(answer or playground.described())
-
-        return handler
-
-    routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
-    routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]
-    methods = playground.ask, playground.play, playground.abort, playground.change_pace
-    for name, method in zip(("prompts", "scene", "abort", "pace"), methods, strict=True):
-        routes.append(Route(f"{CONTROL}/{name}", calls(method), methods=["POST"]))  # type: ignore[arg-type]
-    return _app(host, page, routes)
-
-
-def _source(live: bool) -> dict[str, Any]:
-    """Where the page finds events, controls, scenes and chapters; `live`: it shows the engine at once."""
-    described = []
-    for scene in scenes().values():
-        recordings = [{"name": file.name, "url": f"inspector/scenes/{file.name}"} for file in scene.files]
-        described.append(scene.described() | {"recordings": recordings})
-    source = {"kind": "playground", "events": "inspector/events", "control": "inspector/playground", "live": live}
-    return source | {"scenes": described, "book": "inspector/book/{}.md" if BOOK.is_dir() else None}
-
-
-async def _recording(request: Request) -> Response:
-    """A recording of a scene."""
-    files = {file.name: file for scene in scenes().values() for file in scene.files}
-    if (file := files.get(request.path_params["name"])) is None:
-        raise HTTPException(404)
-    return FileResponse(file, media_type="application/jsonl", headers=SAFE)
-
-
-async def _chapter(request: Request) -> Response:
-    """A chapter that a scene names, as its text stands in the checkout."""
-    name = request.path_params["name"]
-    if name not in {scene.chapter for scene in scenes().values()} or not (file := BOOK / f"{name}.md").is_file():
-        raise HTTPException(404)
-    return FileResponse(file, media_type="text/plain", headers=SAFE)
-
-
-def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
-    """An application with the page, its files and these addresses."""
-
-    async def file(request: Request) -> Response:
-        return file_response(request.path_params["name"])
-
-    async def home(request: Request) -> Response:
-        return RedirectResponse(PAGE)
-
     everywhere = [Route("/", home), Route(PAGE, page), Route(FILES, file)]
     return Starlette(
-        routes=everywhere + routes,
+        routes=[*everywhere, Route(f"{PAGE}/recordings/{{number:int}}", recording), *routes],
         middleware=[Middleware(http.HostGuard, names=[host], flag="--host")],
         exception_handlers=http.HANDLERS,
     )
 
 
-async def _json(request: Request, kind: Any) -> Any:
-    """The body."""
+def _links(shown: list[Path], recordings: list[Path]) -> list[dict[str, str]]:
+    """Where the page finds recordings."""
+    return [{"name": file.name, "url": f"inspector/recordings/{recordings.index(file)}"} for file in shown]
+
+
+def _struct_of(method: Callable[..., Any]) -> type[msgspec.Struct]:
+    """What the body of a request holds that calls a method: its parameters, within their bounds."""
+    kinds, parameters = get_type_hints(method, include_extras=True), inspect.signature(method).parameters.values()
+    fields = [(p.name, kinds[p.name], *([] if p.default is p.empty else [p.default])) for p in parameters]
+    return msgspec.defstruct(method.__name__, fields, forbid_unknown_fields=True)
+
+
+async def _body(request: Request, kind: Any) -> Any:
     body = await http.read_json(request, LONGEST_BODY)
     try:
         return msgspec.json.decode(body, type=kind)
@@ -151,45 +142,35 @@ def run(recordings: list[Path], overrides: dict[str, Any], host: str, port: int,
         ValueError: the address, or the engine, cannot be had.
     """
     with listen(host, port) as listener:
-        if recordings:
-            what = f"showing {', '.join(path.name for path in recordings)}"
-            asyncio.run(_serve(replay_app(recordings, host), listener, what, browser))
-        else:
-            asyncio.run(_play(Playground(overrides), listener, host, browser))
-
-
-async def _play(playground: Playground, listener: socket.socket, host: str, browser: bool) -> None:
-    """Serve the playground while its engine is built, and end both. Raises ValueError where there can be no engine."""
-    app = playground_app(playground, host)
-    serving = asyncio.create_task(_serve(app, listener, "a playground", browser, playground.subscribers.close))
-    building = asyncio.create_task(playground.build({}))
-    try:
-        await asyncio.wait((serving, building), return_when=asyncio.FIRST_COMPLETED)
-        if building.done():
-            building.result()
-        await serving
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, building, return_exceptions=True)  # an engine that is half built cannot be ended
-        await playground.close()
+        asyncio.run(_serve(recordings, overrides, host, listener, browser))
 
 
 async def _serve(
-    app: Starlette, listener: socket.socket, what: str, browser: bool, at_end: Callable[[], None] = lambda: None
+    recordings: list[Path], overrides: dict[str, Any], host: str, listener: socket.socket, browser: bool
 ) -> None:
-    """Serve until a signal comes; then `at_end` ends the streams, which would hold up the server's end."""
-    server = make_server(app)
+    """Serve until a signal comes, or a playground's first engine cannot be built."""
+    playground = None if recordings else Playground(overrides)
+    server = make_server(replay_app(recordings, host) if playground is None else playground_app(playground, host))
 
     def end() -> None:
         server.force_exit = server.should_exit  # a second signal does not wait
         server.should_exit = True
-        at_end()
+        if playground is not None:
+            playground.subscribers.close()  # streams would hold up the server's end
 
     for sign in ending_signals():
         asyncio.get_running_loop().add_signal_handler(sign, end)
     listener.listen()
-    address = address_of(listener) + PAGE
+    address, what = address_of(listener) + PAGE, ", ".join(path.name for path in recordings) or "a playground"
     print(f"{what} at {address} (Ctrl-C ends it)", flush=True)
     if browser:
         await asyncio.to_thread(webbrowser.open, address)
-    await server.serve(sockets=[listener])
+    if playground is None:
+        return await server.serve(sockets=[listener])
+    building = asyncio.create_task(playground.build({}))
+    building.add_done_callback(lambda built: end() if built.exception() else None)
+    try:
+        await server.serve(sockets=[listener])
+        await building  # an engine that is half built cannot be ended
+    finally:
+        await playground.close()

@@ -26,7 +26,7 @@ class Trace:
     """A listener that keeps spans. Times are those of the events, in microseconds of their clock."""
 
     def __init__(self) -> None:
-        self._spans: list[dict[str, Any]] = []
+        self._found: list[dict[str, Any]] = []
         self._added: dict[int, ev.RequestAdded] = {}
         self._since: dict[int, tuple[str, float]] = {}  # by seq_id: waits or runs, from when on
         self._scheduled: dict[int, float] = {}  # by step
@@ -46,14 +46,14 @@ class Trace:
                     self._turn(seq_id, "running")
                 case ev.Preempted(seq_id, for_seq_id):
                     self._turn(seq_id, "waiting (preempted)")
-                    self._instant(seq_id, f"preempted for {self._name(for_seq_id)}")
+                    self._put("i", REQUESTS, seq_id, f"preempted for {self._name(for_seq_id)}", self._now, s="t")
                 case ev.PrefixHit(seq_id, num_tokens):
-                    self._instant(seq_id, f"{num_tokens} tokens cached")
-                case ev.StepBegan():
-                    self._scheduled[event.step] = event.scheduled
-                    tokens = {"tokens": event.output.num_tokens, "budget left": event.budget_left}
-                    self._span(ENGINE, SCHEDULE, f"step {event.step}", event.start, event.scheduled, **tokens)
-                    self._now = max(self._now, event.scheduled)
+                    self._put("i", REQUESTS, seq_id, f"{num_tokens} tokens cached", self._now, s="t")
+                case ev.StepBegan(step, start, scheduled, output, budget_left):
+                    self._scheduled[step] = scheduled
+                    tokens = {"tokens": output.num_tokens, "budget left": budget_left}
+                    self._span(ENGINE, SCHEDULE, f"step {step}", start, scheduled, **tokens)
+                    self._now = max(self._now, scheduled)
                 case ev.StepEnded():
                     self._end(event)
                 case ev.Finished(seq_id) | ev.Aborted(seq_id):
@@ -63,20 +63,18 @@ class Trace:
         """The trace; what still runs ends with the last step."""
         for seq_id, (state, _) in list(self._since.items()):
             self._turn(seq_id, state)
-        names = [(ENGINE, 0, "process_name", "engine"), (REQUESTS, 0, "process_name", "requests")]
-        names += [(ENGINE, track, "thread_name", name) for track, name in TRACKS.items()]
-        names += [(REQUESTS, seq_id, "thread_name", self._name(seq_id)) for seq_id in self._added]
-        meta = [{"ph": "M", "pid": pid, "tid": tid, "name": k, "args": {"name": name}} for pid, tid, k, name in names]
-        return [*meta, *self._spans]
+        names = [("process_name", ENGINE, 0, "engine"), ("process_name", REQUESTS, 0, "requests")]
+        names += [("thread_name", ENGINE, track, name) for track, name in TRACKS.items()]
+        names += [("thread_name", REQUESTS, seq_id, self._name(seq_id)) for seq_id in self._added]
+        meta = [{"ph": "M", "name": k, "pid": pid, "tid": tid, "args": {"name": name}} for k, pid, tid, name in names]
+        return [*meta, *self._found]
 
-    def _put(self, pid: int, tid: int, name: str, at: float, kind: str, **more: Any) -> None:
-        self._spans.append({"ph": kind, "pid": pid, "tid": tid, "name": name, "ts": round(at * 1e6, 1)} | more)
+    def _put(self, kind: str, process: int, track: int, name: str, at: float, **more: Any) -> None:
+        event = {"ph": kind, "pid": process, "tid": track, "name": name, "ts": round(at * 1e6, 1)}
+        self._found.append(event | more)
 
-    def _span(self, pid: int, tid: int, name: str, start: float, end: float, **args: int) -> None:
-        self._put(pid, tid, name, start, "X", dur=round(max(0.0, end - start) * 1e6, 1), args=args)
-
-    def _instant(self, seq_id: int, name: str) -> None:
-        self._put(REQUESTS, seq_id, name, self._now, "i", s="t")
+    def _span(self, process: int, track: int, name: str, start: float, end: float, **args: int) -> None:
+        self._put("X", process, track, name, start, dur=round(max(0.0, end - start) * 1e6, 1), args=args)
 
     def _add(self, added: ev.RequestAdded, state: str) -> None:
         self._now = max(self._now, added.time)
@@ -97,7 +95,7 @@ class Trace:
         self._span(ENGINE, DEVICE, step, start, event.arrived, sequences=sequences)
         self._span(ENGINE, POSTPROCESS, step, event.arrived, event.end)
         for name, value in (("KV blocks used", event.kv_blocks_used), ("waiting", event.waiting)):
-            self._put(ENGINE, 0, name, event.end, "C", args={name: value})
+            self._put("C", ENGINE, 0, name, event.end, args={name: value})
         self._now = max(self._now, event.end)
 
     def _turn(self, seq_id: int, state: str | None) -> None:

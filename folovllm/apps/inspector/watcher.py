@@ -33,7 +33,6 @@ class Watched:
     num_computed_tokens: int = 0  # computed or scheduled to be
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None  # the last budget that refused it, while it waits
-    row: int = -1  # its place in the batch while it runs; -1: not known
 
     @property
     def request_id(self) -> str:
@@ -53,14 +52,8 @@ class Watcher:
 
     def __init__(self) -> None:
         self.block_size = 0
-        self.num_steps = 0  # that have ended
         self.cells: list[Cell] = []  # [N]
         self.sequences: dict[int, Watched] = {}  # by seq_id
-
-    def __call__(self, events: SequenceOf[ev.Event | lines.Entry]) -> None:
-        """Apply all events."""
-        for event in events:
-            self.apply(event)
 
     def holders(self) -> list[list[tuple[Watched, int]]]:
         """Who holds each block, [N]: pairs of a running sequence and how many of its tokens lie there (0 to B).
@@ -75,62 +68,63 @@ class Watcher:
                     held[block_id].append((seq, max(0, min(size, seq.num_computed_tokens - i * size))))
         return held
 
-    def served(self, seq_id: int) -> Watched:
+    def _served(self, seq_id: int) -> Watched:
         """A sequence; of one that is gone, a state that nobody sees."""
         return self.sequences.get(seq_id) or Watched(NOBODY)
 
-    def apply(self, event: ev.Event | lines.Entry) -> None:
-        """Change the state as the event says."""
+    def __call__(self, events: SequenceOf[ev.Event | lines.Entry]) -> None:
+        """Change the state as the events say."""
+        for event in events:
+            self._apply(event)
+
+    def _apply(self, event: ev.Event | lines.Entry) -> None:
         cells = self.cells
         match event:
             case ev.StepBegan() | lines.StepBegan():
                 for scheduled in event.scheduled_seqs:
-                    seq = self.served(scheduled.seq_id)  # it may have ended while the step before was in flight
-                    seq.num_computed_tokens, seq.row = scheduled.end, scheduled.row
+                    seq = self._served(scheduled.seq_id)  # it may have ended while the step before was in flight
+                    seq.num_computed_tokens = scheduled.end
                     if scheduled.new_blocks or scheduled.first_new_block < len(seq.block_table):
                         seq.block_table[scheduled.first_new_block :] = scheduled.new_blocks
             case ev.StepEnded() | lines.StepEnded():
-                self.num_steps += 1
                 for seq_id, token_ids in event.sampled:
-                    self.served(seq_id).num_tokens += len(token_ids)
+                    self._served(seq_id).num_tokens += len(token_ids)
             case ev.BlockClaimed(block_id):
                 cells[block_id].is_free = False
             case ev.BlockFreed(block_id):
                 cells[block_id].is_free = True
             case ev.BlockTaken(block_id):
                 cells[block_id].ref_count = 1
-            case ev.BlockAdopted():
-                cells[event.block_id].ref_count = event.ref_count
-            case ev.BlockCached():
-                cell = cells[event.block_id]
-                cell.hash, cell.serial, cell.parent = event.hash, event.serial, event.parent
-            case ev.BlockEvicted():
-                cell = cells[event.block_id]
-                cell.hash, cell.serial, cell.parent = None, 0, 0
-            case ev.BlockPassed():
-                cells[event.block_id].ref_count = event.ref_count
-                table = self.served(event.seq_id).block_table
-                if event.place < len(table):  # else the step that schedules the sequence says it
-                    table[event.place] = -1
-            case ev.TableFreed():
-                for block_id, ref_count in event.blocks:
+            case ev.BlockAdopted(block_id, _, ref_count):
+                cells[block_id].ref_count = ref_count
+            case ev.BlockCached(block_id, _, _, hash_, serial, parent):
+                cells[block_id].hash, cells[block_id].serial, cells[block_id].parent = hash_, serial, parent
+            case ev.BlockEvicted(block_id):
+                cells[block_id].hash, cells[block_id].serial, cells[block_id].parent = None, 0, 0
+            case ev.BlockPassed(seq_id, place, block_id, ref_count):
+                cells[block_id].ref_count = ref_count
+                table = self._served(seq_id).block_table
+                if place < len(table):  # else the step that schedules the sequence says it
+                    table[place] = -1
+            case ev.TableFreed(seq_id, blocks):
+                for block_id, ref_count in blocks:
                     cells[block_id].ref_count = ref_count
-                self.served(event.seq_id).block_table.clear()
-            case ev.TableCut():
-                cells[event.block_id].ref_count = 0
-                del self.served(event.seq_id).block_table[-1:]
-            case ev.DraftsVerified():
-                self.served(event.seq_id).num_computed_tokens -= event.num_draft_tokens - event.num_accepted
-            case ev.RequestAdded():
-                self.sequences[event.seq_id] = Watched(event, num_tokens=len(event.prompt_token_ids))
+                self._served(seq_id).block_table.clear()
+            case ev.TableCut(seq_id, block_id):
+                cells[block_id].ref_count = 0
+                del self._served(seq_id).block_table[-1:]
+            case ev.DraftsVerified(seq_id, num_draft_tokens, num_accepted):
+                self._served(seq_id).num_computed_tokens -= num_draft_tokens - num_accepted
+            case ev.RequestAdded(seq_id):
+                self.sequences[seq_id] = Watched(event, num_tokens=len(event.prompt_token_ids))
             case ev.Refused(seq_id, budget):
-                self.served(seq_id).refused = budget
+                self._served(seq_id).refused = budget
             case ev.Admitted(seq_id, num_cached_tokens):
-                seq = self.served(seq_id)
+                seq = self._served(seq_id)
                 seq.is_running, seq.num_computed_tokens, seq.refused = True, num_cached_tokens, None
             case ev.Preempted(seq_id):
-                seq = self.served(seq_id)
-                seq.is_running, seq.num_computed_tokens, seq.row = False, 0, -1
+                seq = self._served(seq_id)
+                seq.is_running, seq.num_computed_tokens = False, 0
             case ev.Finished(seq_id) | ev.Aborted(seq_id):
                 self.sequences.pop(seq_id, None)
             case ev.Snapshot():
@@ -138,12 +132,8 @@ class Watcher:
 
     def _begin(self, snapshot: ev.Snapshot) -> None:
         """Take the whole state from a snapshot."""
-        self.block_size, self.num_steps = snapshot.block_size, snapshot.num_steps
-        known = {b.block_id: Cell(b.ref_count, b.is_free, b.hash, b.serial, b.parent) for b in snapshot.blocks}
-        self.cells = [known.get(i) or Cell() for i in range(snapshot.num_blocks)]
-        self.sequences = {
-            seq.added.seq_id: Watched(
-                seq.added, seq.is_running, seq.num_tokens, seq.num_computed_tokens, list(seq.block_table)
-            )
-            for seq in snapshot.sequences
-        }
+        self.block_size = snapshot.block_size
+        self.cells = [Cell() for _ in range(snapshot.num_blocks)]
+        for block in snapshot.blocks:
+            self.cells[block.block_id] = Cell(*block[1:-1])
+        self.sequences = {seq.added.seq_id: Watched(*seq[:4], list(seq.block_table)) for seq in snapshot.sequences}

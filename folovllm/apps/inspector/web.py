@@ -10,7 +10,6 @@ from folovllm.apps.inspector.page import STATIC, served_page
 from folovllm.electives.server.errors import ApiError
 
 PAGE, FILES = "/inspector", "/inspector/static/{name}"
-PREFIX = "inspector/static/"  # of the files, as the page says it
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -24,7 +23,7 @@ SAFE = {
 
 def page_response(source: dict[str, Any]) -> Response:
     """The page."""
-    return Response(served_page(source, PREFIX), media_type="text/html", headers=SAFE)
+    return Response(served_page(source), media_type="text/html", headers=SAFE)
 
 
 def file_response(name: str) -> Response:

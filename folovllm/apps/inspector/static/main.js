@@ -13,7 +13,7 @@ const MOST_LANES = 6;
 const MOST_LIVE = 64e6; // characters of lines that a live page keeps
 
 const options = new URLSearchParams(`${location.search.slice(1)}&${location.hash.slice(1)}`);
-const source = JSON.parse(document.getElementById("source").textContent) ?? sourceOfAddress();
+const source = JSON.parse(document.getElementById("source").textContent);
 const root = document.documentElement;
 const page = document.getElementById("page");
 const keyTable = document.getElementById("keys");
@@ -203,12 +203,6 @@ async function play() {
   if (app.scenes && !source.live) return showScene(source.scenes.find(({ name }) => name === options.get("scene")) ?? source.scenes[0]);
   app.playground.element.querySelector("details").open = true;
   goLive();
-}
-
-/** `?src=a.jsonl`, and `&race=b.jsonl`, more than once too. */
-function sourceOfAddress() {
-  const urls = [options.get("src"), ...options.getAll("race")].filter(Boolean);
-  return urls.length ? { kind: "files", recordings: urls.map((url) => ({ name: url, url })) } : null;
 }
 
 function setTheme(name) {

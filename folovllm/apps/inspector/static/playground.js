@@ -88,21 +88,23 @@ export class Playground {
     }, 250);
   }
 
-  #show({ fields, error, loading }) {
-    this.fields.replaceChildren(...fields.map((field) => this.#field(field)));
+  #show({ fields, values, error, loading }) {
+    this.fields.replaceChildren(...Object.entries(fields).map(([name, schema]) => this.#field(name, schema, values[name])));
     this.error.hidden = !error;
     setText(this.error, error ?? "");
     this.onLoading(loading ?? null);
   }
 
-  #field({ name, kind, value, choices, min, max, step, help }) {
-    const title = t(help ?? "");
-    if (kind === "choice") {
-      const select = el("select", { onchange: () => this.#change(name, choices[select.selectedIndex]) }, choices.map((choice) => el("option", { value: choice, selected: choice === value }, `${choice}`)));
+  /** The control of a setting, of which `schema` is the JSON Schema: a choice, a switch, or else a slider. */
+  #field(name, { enum: choices, type, minimum: min, maximum: max, multipleOf: step, description }, value) {
+    const title = t(description);
+    if (choices) {
+      const options = choices.map((choice) => el("option", { value: choice, selected: choice === value }, `${choice}`));
+      const select = el("select", { onchange: () => this.#change(name, choices[select.selectedIndex]) }, options);
       return el("label", { title }, name, select);
     }
-    if (kind === "switch") {
-      const box = el("input", { type: "checkbox", checked: !!value, onchange: () => this.#change(name, box.checked) });
+    if (type === "boolean") {
+      const box = el("input", { type: "checkbox", checked: value, onchange: () => this.#change(name, box.checked) });
       return el("label", { title, class: "switch" }, box, name);
     }
     const shown = el("output", {}, `${value}`);

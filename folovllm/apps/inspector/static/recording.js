@@ -186,15 +186,7 @@ export class Recording {
     this.#sizes.push(size);
     const row = { flags: 0, prefill: 0, decode: 0, idle: 0, width: 0, schedule: 0, device: 0, take: 0, first: 0, drafts: 0 };
     for (const event of events) {
-      NOTES[event[0]]?.(this, event, at, row);
-      if (event[0] === "StepBegan") this.#stepBegan(event, at, row);
-      else if (event[0] === "StepEnded") this.#stepEnded(event, at, row);
-      else if (event[0] === "ExpertsAsked") [row.experts, this.hasExperts] = [event[1], true];
-      else if (event[0] === "Scored") this.#scored(event, at);
-      else if (event[0] === "RequestAdded") this.#info(event.slice(1), at);
-      else if (event[0] === "Refused") this.#refused(event, at, row);
-      else if (event[0] === "DraftsVerified") this.#verified(event, at);
-      else if (event[0] === "Snapshot") this.#begin(event);
+      this.#learn[event[0]]?.call(this, event, at, row);
       this.#head.apply(event);
       if (event[0] === "Snapshot") this.reach = Math.max(0, this.#head.isFree.lastIndexOf(0), this.#head.hash.findLastIndex(Boolean));
       else if (event[0] === "BlockClaimed" || event[0] === "BlockTaken") this.reach = Math.max(this.reach, event[1]);
@@ -204,6 +196,40 @@ export class Recording {
     this.#measure(row, time);
     for (const name of COLUMNS) this.columns[name].push(row[name]);
     if (at % this.#every === 0) this.#keepKeyframe();
+  }
+
+  /** What an event says of its sequence's history, and of its moment: the row of numbers, and the flags. The state is not changed yet. */
+  #learn = {
+    Snapshot: this.#begin,
+    RequestAdded: ([, ...added], at, row) => {
+      row.flags |= KINDS.add;
+      this.#info(added, at);
+    },
+    Refused: this.#refused,
+    Admitted: ([, seq, n], at, row) => this.#mark(seq, row, { at, kind: "admit", n }),
+    PrefixHit: ([, seq, n], at, row) => this.#mark(seq, row, { at, kind: "hit", n }),
+    Preempted: ([, seq, other, n], at, row) => this.#mark(seq, row, { at, kind: "preempt", n, other }),
+    BlockEvicted: (event, at, row) => (row.flags |= KINDS.evict),
+    Finished: ([, seq, reason], at, row) => this.#ended(seq, row, { at, kind: "finish", n: reason }),
+    Aborted: ([, seq], at, row) => this.#ended(seq, row, { at, kind: "abort", n: "abort" }),
+    StepBegan: this.#stepBegan,
+    StepEnded: this.#stepEnded,
+    DraftsVerified: this.#verified,
+    Scored: this.#scored,
+    ExpertsAsked: ([, counts], at, row) => ([row.experts, this.hasExperts] = [counts, true]),
+  };
+
+  #mark(seqId, row, what) {
+    row.flags |= KINDS[what.kind];
+    this.infos.get(seqId)?.marks.push(what);
+  }
+
+  #ended(seqId, row, what) {
+    this.#mark(seqId, row, what);
+    const info = this.infos.get(seqId);
+    if (!info || info.end !== Infinity) return;
+    [info.end, info.reason] = [what.at, what.n];
+    this.ended.push(info);
   }
 
   #keepKeyframe() {
@@ -246,8 +272,7 @@ export class Recording {
   #refused([, seqId, budget], at, row) {
     row.refusal = `${seqId} ${budget}`;
     if (row.refusal === this.#refusal) return; // as in the moment before: that is no news
-    row.flags |= KINDS.refuse;
-    this.infos.get(seqId)?.marks.push({ at, kind: "refuse", n: budget });
+    this.#mark(seqId, row, { at, kind: "refuse", n: budget });
   }
 
   #stepBegan([, step, start, scheduled, sequences, budgetLeft], at, row) {
@@ -325,28 +350,4 @@ function int32s(base64) {
 /** Whether a step computes a sequence's prompt, or what a preemption lost; else it decodes, or verifies draft tokens. */
 export function isPrefill([, , start, end, numSamples], info) {
   return end - start > Math.max(1, numSamples) || !info || start < info.prompt.length;
-}
-
-// What a sequence's history learns from an event, and the moment's flags.
-const NOTES = {
-  Admitted: (recording, [, seq, n], at, row) => mark(recording, seq, row, { at, kind: "admit", n }),
-  PrefixHit: (recording, [, seq, n], at, row) => mark(recording, seq, row, { at, kind: "hit", n }),
-  Preempted: (recording, [, seq, other, n], at, row) => mark(recording, seq, row, { at, kind: "preempt", n, other }),
-  RequestAdded: (recording, event, at, row) => (row.flags |= KINDS.add),
-  BlockEvicted: (recording, event, at, row) => (row.flags |= KINDS.evict),
-  Finished: (recording, [, seq, reason], at, row) => ended(recording, seq, row, { at, kind: "finish", n: reason }),
-  Aborted: (recording, [, seq], at, row) => ended(recording, seq, row, { at, kind: "abort", n: "abort" }),
-};
-
-function mark(recording, seqId, row, what) {
-  row.flags |= KINDS[what.kind];
-  recording.infos.get(seqId)?.marks.push(what);
-}
-
-function ended(recording, seqId, row, what) {
-  mark(recording, seqId, row, what);
-  const info = recording.infos.get(seqId);
-  if (!info || info.end !== Infinity) return;
-  [info.end, info.reason] = [what.at, what.n];
-  recording.ended.push(info);
 }
