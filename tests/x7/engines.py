@@ -83,8 +83,8 @@ def settle(engine: LLMEngine) -> None:
     """Let all transfers end, and check that nothing is held."""
     connector = connector_of(engine)
     connector._settle(time.monotonic() + 10)
-    slots = [*connector._host.free, *connector._host.values()]
-    assert not connector._loads and not connector._coming and not any(slot.transfers for slot in slots)
+    slots = list(connector._host.values())
+    assert not connector._loads and not any(slot.is_loading for slot in slots)
     assert sorted(slot.number for slot in slots) == list(range(len(slots)))
 
 
@@ -96,7 +96,7 @@ def poison_early_reads(monkeypatch: pytest.MonkeyPatch, saved: bool = True) -> N
         loads, meta.loads = meta.loads, {}
         start(self, meta)
         poison(meta.evicted if saved else [], self.cache)
-        poison([block for transfer in loads.values() for block in transfer.block_ids], self.cache)
+        poison([block for _, block_ids in loads.values() for block in block_ids], self.cache)
         start(self, ConnectorMetadata(loads=loads))
 
     monkeypatch.setattr(BlockStore, "start_load_kv", start_load_kv)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from folovllm.electives.kv_transfer.decode import PrefillClient
-from folovllm.electives.kv_transfer.prefill import PrefillServer
+from folovllm.electives.kv_transfer.peers import PrefillClient, PrefillServer, make_pool
+from folovllm.electives.kv_transfer.segment import SegmentPool
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.sampling_params import SamplingParams
 
@@ -28,19 +28,17 @@ GREEDY, SEEDED = SamplingParams(temperature=0, max_tokens=24), SamplingParams(te
 class Pair:
     """`decode` answers; `client` asks `server`, which listens at `port`."""
 
-    def __init__(self, prefill: AsyncEngine, decode: AsyncEngine, secret: bytes, theirs: bytes) -> None:
-        self.prefill, self.decode, self._theirs, self.secret = prefill, decode, theirs, secret
-        self.server = PrefillServer(prefill, theirs)
-        self.port = 0
+    pool: SegmentPool
+    server: PrefillServer
+    client: PrefillClient
+    port: int
 
-    async def start(self) -> None:
-        self.port = await self.server.start("127.0.0.1", 0)
-        await self.ask(self.port)
+    def __init__(self, prefill: AsyncEngine, decode: AsyncEngine, secret: bytes) -> None:
+        self.prefill, self.decode, self.secret = prefill, decode, secret
 
     async def ask(self, port: int, seconds: float = 20.0) -> None:
         """Let `decode` ask a peer at another port."""
-        self.client = PrefillClient(self.decode, "127.0.0.1", port, self.secret, seconds)
-        await self.client.start()
+        self.client = PrefillClient(self.decode, self.pool, "127.0.0.1", port, self.secret, seconds)
         self.decode.bring = self.client.bring
 
     async def answer(self, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> tuple[list[int], int]:
@@ -65,14 +63,13 @@ async def pair(
     """Both engines. `common` are options of both, `other` those in which the one that answers differs."""
     shared = OPTIONS | (common or {})
     async with AsyncEngine(**shared) as prefill, AsyncEngine(**shared | other) as decode:
-        both = Pair(prefill, decode, secret, secret if theirs is None else theirs)
-        await both.start()
-        try:
+        both = Pair(prefill, decode, secret)
+        both.pool = await make_pool(decode)
+        both.server = PrefillServer(prefill, await make_pool(prefill), secret if theirs is None else theirs)
+        async with both.server.listening("127.0.0.1", 0) as both.port:
+            await both.ask(both.port)
             yield both
             await both.require_idle()
-        finally:
-            await both.client.close()
-            await both.server.close()
 
 
 class Between:

@@ -45,13 +45,12 @@ def test_bytes_leave_and_come_back_as_they_were(dtype: str) -> None:
     more = {"kv_cache_dtype": "fp8"} if dtype == "fp8" else {}
     engine = make_engine(**FIELDS, dtype="bfloat16", num_kv_blocks=300, kv_offload="64MiB", **more)
     (store,) = engine.executor.collective_rpc(store_of)
-    copies, cache = store._copies, store.cache
-    assert copies is not None
+    copies, cache = store.copies, store.cache
     slots, blocks, targets = (random.sample(range(n), 250) for n in (len(store.host), 300, 300))
     cache.random_(-(2**31), 2**31 - 1)
     before = cache.clone()
     copies.gather(blocks)
-    copies.send(slots)
+    copies.send(slots, [])
     poison(blocks, cache)
     expected = cache.clone()
     expected[:, targets] = before[:, blocks]

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from folovllm.apps.cli import main
-from folovllm.electives.kv_transfer.roles import address_of
+from folovllm.electives.kv_transfer.peers import address_of
 from folovllm.electives.kv_transfer.router import Router
 from tests.x1.background import eventually
 from tests.x7.pair import TEXT
@@ -58,20 +58,8 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-SERVE = [
-    "serve",
-    "--port",
-    "0",
-    "--no-use-tqdm",
-    "--device",
-    "cpu",
-    "--max-model-len",
-    "512",
-    "--num-kv-blocks",
-    "96",
-    "--block-size",
-    "16",
-]
+FLAGS = {"port": 0, "device": "cpu", "max-model-len": 512, "num-kv-blocks": 96, "block-size": 16}
+SERVE = ["serve", "--no-use-tqdm", *(f"--{name}={value}" for name, value in FLAGS.items())]
 
 
 @pytest.mark.slow
