@@ -72,30 +72,23 @@ async def pair(
             await both.require_idle()
 
 
-class Between:
-    """What lies between two peers: it passes `after` bytes of the answers, and then does something else.
+@asynccontextmanager
+async def between(port: int, what: str, after: int) -> AsyncIterator[int]:
+    """A port that leads to another one, and passes `after` bytes of the answers. Then it does something else.
 
     Args:
         what: "cut" ends the connection, "hang" passes nothing more, "flip" changes a bit of the next byte and goes on, "wrong" is a program
             of another kind, which says something else from the start.
     """
 
-    def __init__(self, port: int, what: str, after: int) -> None:
-        self._port, self._what, self._after = port, what, after
-        self.passed = 0  # bytes of the longest answer
-
-    async def __aenter__(self) -> int:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, to = await asyncio.open_connection("127.0.0.1", self._port)
-        asking = asyncio.create_task(self._ask(reader, to))
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection("127.0.0.1", port)
+        asking = asyncio.create_task(forward(reader, to))
         try:
-            await self._reply(there, writer)
+            if what == "wrong":
+                writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            else:
+                await forward(there, writer, after)
         except (OSError, asyncio.CancelledError):
             pass  # the client has left, or the test
         finally:
@@ -103,28 +96,22 @@ class Between:
             writer.close()
             to.close()
 
-    async def _ask(self, reader: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: int = -1) -> None:
         while data := await reader.read(1 << 16):
-            to.write(data)
-        to.close()
-
-    async def _reply(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._what == "wrong":
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-            return
-        passed = 0
-        while data := await there.read(1 << 16):
-            left = self._after - passed
-            if 0 <= left < len(data):
-                if self._what == "flip":
-                    data = data[:left] + bytes([data[left] ^ 0x10]) + data[left + 1 :]
-                else:
-                    writer.write(data[:left])
-                    await writer.drain()
-                    if self._what == "cut":
-                        return
-                    await asyncio.sleep(60)
-            passed += len(data)
-            self.passed = max(self.passed, passed)
+            if is_now := 0 <= left < len(data):
+                changed = data[:left] + bytes([data[left] ^ 0x10]) + data[left + 1 :]
+                data = changed if what == "flip" else data[:left]
             writer.write(data)
             await writer.drain()
+            if is_now and what == "hang":
+                await asyncio.sleep(60)
+            if is_now and what == "cut":
+                return
+            left -= len(data)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()

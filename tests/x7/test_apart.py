@@ -16,7 +16,7 @@ from folovllm.electives.kv_transfer.blocks import prompt_sequence
 from folovllm.electives.kv_transfer.rank_cache import cache_of
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.sampling_params import SamplingParams
-from tests.x7.pair import GREEDY, PROMPTS, SEEDED, TEXT, Between, Pair, pair
+from tests.x7.pair import GREEDY, PROMPTS, SEEDED, TEXT, Pair, between, pair
 
 pytestmark = [pytest.mark.x7, pytest.mark.anyio]
 salts = map(str, itertools.count())  # of prompts that no test has asked before
@@ -95,7 +95,7 @@ def blocks_of(engine: Any, query: dict[str, Any]) -> bytes:
 async def test_what_is_cached_does_not_travel_again(apart: Pair) -> None:
     salt = next(salts)
     await apart.answer(TEXT[:400], cache_salt=salt)
-    async with Between(apart.port, "pass", 10**9) as port:
+    async with between(apart.port, "pass", 10**9) as port:
         await apart.ask(port)
         await apart.answer(TEXT[:400], cache_salt=salt)  # all is here: nobody is asked
         before = apart.decode.stats.moved["loaded_peer"]
@@ -108,7 +108,7 @@ async def test_a_peer_that_fails_at_any_moment_changes_no_answer(apart: Pair, wa
     """It dies, lies, or says nothing more, after so many bytes. Then the prompt is computed here, and the peer is asked again later."""
     expected = await alone(apart, TEXT, GREEDY)
     for after in PLACES if way == "socket" else PLACES[:6]:
-        async with Between(apart.port, what, after) as port:
+        async with between(apart.port, what, after) as port:
             await apart.ask(port, seconds=0.6 if what == "hang" else 20)
             salt = next(salts)
             tokens, num_cached = await apart.answer(TEXT, cache_salt=salt)
@@ -124,7 +124,7 @@ async def test_a_peer_that_fails_at_any_moment_changes_no_answer(apart: Pair, wa
 
 async def test_a_lost_peer_is_left_alone_for_a_while(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "FIRST_PAUSE", 60)
-    async with Between(apart.port, "cut", 0) as port:
+    async with between(apart.port, "cut", 0) as port:
         await apart.ask(port)
         assert (await apart.answer(TEXT, cache_salt=next(salts)))[1] == 0
         apart.client._address = "127.0.0.1", apart.port  # it is there again

@@ -74,10 +74,7 @@ def test_answers_are_those_of_a_cache_with_room(
     for requests in longer:
         assert answers(engine, requests) == answers(expected, requests)
         assert_nothing_left(engine)
-    counts = COUNTS[
-        engine
-    ]  # a small host memory, whose slots wait for the disk, has few blocks when they are asked for
-    assert counts["loaded_host"] + counts["loaded_disk"] > 8
+    assert COUNTS[engine]["loaded_host"] + COUNTS[engine]["loaded_disk"] > 8
     engine.close()
     expected.close()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from folovllm.electives.kv_transfer import wire
 from folovllm.electives.kv_transfer.segment import Segment, open_segment
+from tests.x7.pair import between
 
 pytestmark = pytest.mark.x7
 LAYOUT = wire.Layout(b"m", "float32", 4, 1, 256)
@@ -26,45 +30,31 @@ messages: st.SearchStrategy[Any] = st.one_of(
 )
 
 
-class Written:
-    """A writer that keeps what is written."""
+def ask(data: bytes, work: Callable[[wire.Connection], Awaitable[Any]]) -> Any:
+    """What comes of this work at a client's end of a connection in which these bytes come, and nothing more."""
 
-    def __init__(self) -> None:
-        self.data = b""
+    async def run() -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await work(wire.Connection(reader, Mock(drain=AsyncMock()), b"s", is_server=False))
 
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-    async def drain(self) -> None:
-        pass
-
-
-def end_of(data: bytes, secret: bytes = b"s") -> tuple[wire.Connection, Written]:
-    """A client's end of a connection in which these bytes come, and nothing more."""
-    reader, writer = asyncio.StreamReader(), Written()
-    reader.feed_data(data)
-    reader.feed_eof()
-    return wire.Connection(reader, writer, secret, is_server=False), writer  # type: ignore[arg-type]
+    return asyncio.run(run())
 
 
 def said(message: Any) -> bytes:
     """A message as it is written."""
 
-    async def write() -> bytes:
-        peer, written = end_of(b"")
+    async def write(peer: Any) -> bytes:
         await peer.send(message)
-        return written.data
+        return bytes(peer.writer.write.call_args.args[0])
 
-    return asyncio.run(write())
+    return bytes(ask(b"", write))
 
 
-def received(data: bytes, limit: int = wire.SHORT, kind: Any = wire.Blocks) -> Any:
+def received(data: bytes, kind: Any = wire.Blocks) -> Any:
     """What a client makes of these bytes."""
-
-    async def read() -> Any:
-        return await end_of(data)[0].receive(kind, limit=limit)
-
-    return asyncio.run(read())
+    return ask(data, lambda peer: peer.receive(kind))
 
 
 @given(messages, st.data())
@@ -82,7 +72,7 @@ def test_what_strangers_say_is_refused(data: bytes) -> None:
     with pytest.raises((wire.WireError, EOFError)):
         received(data, kind=wire.Blocks)
     with pytest.raises((wire.WireError, EOFError)):
-        asyncio.run(greeted(data))
+        ask(data, wire.Connection.handshake)
 
 
 @pytest.mark.parametrize(
@@ -99,41 +89,31 @@ def test_a_refusal_says_why(data: bytes, says: str) -> None:
         received(data)
 
 
-async def greeted(data: bytes) -> None:
-    await end_of(data)[0].handshake()
+async def greeting(secret: bytes = b"s", is_server: bool = True, at: int = 10**9) -> None:
+    """A client greets another end. Of what that one says, a bit of byte `at` changes on the way."""
 
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ValueError, EOFError, OSError):
+            await wire.Connection(reader, writer, secret, is_server).handshake()
 
-async def greeting(secret: bytes, is_server: bool, at: int = -1, change: int = 0) -> None:
-    """A client greets another end, which sends one byte otherwise: its greeting's number `at`."""
-    (ours, there), (theirs, back) = (end_of(b""), end_of(b""))
-    ours.reader, theirs.reader = asyncio.StreamReader(), asyncio.StreamReader()
-    theirs._secret, theirs._is_server = secret, is_server
-    there.write = theirs.reader.feed_data  # type: ignore[method-assign]
-    sent = [0]
-
-    def pass_on(data: bytes) -> None:
-        if 0 <= at - sent[0] < len(data):
-            data = data[: at - sent[0]] + bytes([data[at - sent[0]] ^ change]) + data[at - sent[0] + 1 :]
-        sent[0] += len(data)
-        ours.reader.feed_data(data)
-
-    back.write = pass_on  # type: ignore[method-assign]
-    answering = asyncio.create_task(theirs.handshake())
-    try:
-        await ours.handshake()
-    finally:
-        answering.cancel()
-        await asyncio.wait([answering])
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with between(server.sockets[0].getsockname()[1], "flip", at) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            await wire.Connection(reader, writer, b"s", is_server=False).handshake()
+        finally:
+            writer.close()
+            server.close()
 
 
 def test_both_sides_prove_that_they_know_the_secret() -> None:
-    asyncio.run(greeting(b"s", is_server=True))
+    asyncio.run(greeting())
     for secret, is_server in ((b"t", True), (b"s", False), (b"", True)):  # the second says our own words
         with pytest.raises(wire.WireError, match="another secret"):
             asyncio.run(greeting(secret, is_server))
     for at in range(len(wire.MAGIC) + wire.NONCE + 32):
         with pytest.raises(wire.WireError, match="no peer of ours" if at < len(wire.MAGIC) else "another secret"):
-            asyncio.run(greeting(b"s", True, at, 4))
+            asyncio.run(greeting(at=at))
 
 
 def test_layouts_differ_in_a_sentence() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import numpy as np
 import torch
 
@@ -22,7 +21,7 @@ from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.electives.kv_transfer.digest import kv_dtype, model_digest
 from folovllm.electives.kv_transfer.rank_cache import block_bytes_of, cache_of, move, on_device, pin, rank_of
 from folovllm.electives.kv_transfer.segment import MOST_MAPPED, open_segment
-from folovllm.electives.kv_transfer.wire import Layout, SegmentRef
+from folovllm.electives.kv_transfer.wire import SegmentRef
 from folovllm.engine.events import BlocksMoved
 from folovllm.models.model_config import num_linear_of
 from folovllm.request import Request, Sequence
@@ -33,12 +32,11 @@ if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
 
 
-def get_layout(engine: LLMEngine, query: dict[str, Any]) -> bytes:
-    """The engine's `Layout`, encoded. The query is empty."""
+def get_layout(engine: LLMEngine, query: dict[str, Any]) -> tuple[bytes, str, int, int, int]:
+    """The fields of the engine's `Layout`. The query is empty."""
     cache_manager(engine)
     setup, sizes = engine.setup, engine.executor.collective_rpc(block_bytes_of)
-    layout = Layout(model_digest(setup, by_time=False), kv_dtype(setup), setup.block_size, len(sizes), sum(sizes))
-    return msgspec.msgpack.encode(layout)
+    return model_digest(setup, by_time=False), kv_dtype(setup), setup.block_size, len(sizes), sum(sizes)
 
 
 def get_computed_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
@@ -107,7 +105,7 @@ def move_blocks(
     """Move the blocks `ids` on all ranks, and tell those who listen. The memory holds `count` blocks, of which `skip` come before."""
     if not ids:
         return
-    ranks, events = engine.setup.config.tensor_parallel_size, engine.scheduler.events
+    ranks, events = engine.setup.config.tensor_parallel_size, cache_manager(engine).events
     moved = engine.executor.collective_rpc(copy_blocks, query["memory"], ranks, ids, skip, count, to_cache)
     if events.on:
         events.emit(BlocksMoved("loaded" if to_cache else "offloaded", "peer", len(ids), sum(moved), -1))

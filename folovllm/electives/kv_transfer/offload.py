@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from folovllm.cache.connector import KVConnector
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
@@ -80,7 +80,7 @@ class Load:
     version: bytes | None  # of the weights; None: nobody waits for it any more
     ranks_left: int  # that read, or copy
     failed: set[int] = field(default_factory=set)  # files that some rank could not read
-    num_tokens: int | None = None  # that come; None: files are read
+    num_tokens: int = -1  # that come; below 0: files are read
 
 
 class OffloadConnector(KVConnector):
@@ -96,13 +96,11 @@ class OffloadConnector(KVConnector):
         self._num_ranks = config.tensor_parallel_size
         self._folder = None if config.kv_offload_dir is None else private_folder(Path(config.kv_offload_dir))
         size = num_bytes("kv_offload", config.kv_offload)
+        folder_size = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size)
         most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > most:
             raise ValueError(f"kv_offload is more than this machine's memory of {most:,} bytes: take less")
-        shares = [
-            each // self._num_ranks for each in (size, num_bytes("kv_offload_dir_size", config.kv_offload_dir_size))
-        ]
-        made = executor.collective_rpc(register_kv_caches, shares[0], self._folder, shares[1], self._num_ranks)
+        made = executor.collective_rpc(register_kv_caches, size, self._folder, folder_size, self._num_ranks)
         slots, rooms, sizes, rates = zip(*made, strict=True)
         self._host, self._room, self._block_bytes = HostIndex(min(slots)), min(rooms), sum(sizes)
         self._model, self._dtype = model_digest(setup), kv_dtype(setup)
@@ -112,7 +110,7 @@ class OffloadConnector(KVConnector):
         self._files: dict[int, BlockFile] = {}  # by slot, those to write
         self._found: list[tuple[int, bytes]] = []  # hashes and tokens of the blocks that were asked about last
         self._loads: dict[int, Load] = {}  # by seq_id
-        self._num_writing = 0  # files
+        self._writing = [0] * self._num_ranks  # files, of each rank
         self.rates, self.compute_rate = {"host": sum(rates), "disk": DISK_RATE}, 0.0
 
     def get_num_new_matched_tokens(self, seq: Sequence, num_computed_tokens: int) -> int | None:
@@ -179,23 +177,23 @@ class OffloadConnector(KVConnector):
 
     def get_finished(self) -> Mapping[int, int]:
         """Ask the ranks, if something is under way there."""
-        if not (self._loads or self._num_writing):
+        if not (self._loads or any(self._writing)):
             return {}
-        for rank, report in enumerate(self._executor.collective_rpc(on_store, "get_finished")):
+        reports = self._executor.collective_rpc(on_store, "get_finished")
+        self._report("offloaded", "disk", reports[0].writes.count(""))
+        for rank, report in enumerate(reports):
+            self._writing[rank] -= len(report.writes)
             if report.disk_rate:
                 self.rates["disk"] = 0.5 * self.rates["disk"] + 0.5 * report.disk_rate * self._num_ranks
             for seq_id, failed in report.loads.items():
                 self._loads[seq_id].ranks_left -= 1
                 self._loads[seq_id].failed |= failed
-            if rank == 0:
-                self._num_writing -= len(report.writes)
-                self._report("offloaded", "disk", report.writes.count(""))
             for error in filter(None, report.writes):
                 if self._folder is not None:
                     logger.warning("K/V go to the disk no more, and are not read from it: %s", error)
                     self._folder = None
         for seq_id, load in self._loads.items():
-            if not load.ranks_left and load.num_tokens is None:
+            if not load.ranks_left and load.num_tokens < 0:
                 self._copy(seq_id, load)
         ended = [seq_id for seq_id, load in self._loads.items() if not load.ranks_left]
         return {seq_id: self._end_load(seq_id, self._loads.pop(seq_id)) for seq_id in ended}
@@ -263,7 +261,7 @@ class OffloadConnector(KVConnector):
                 self._report("lost", "device", 1)
         self._report("offloaded", "host", len(numbers) - numbers.count(NOT_KEPT))
         files, self._files = list(self._files.values()), {}
-        self._num_writing += len(files)
+        self._writing = [count + len(files) for count in self._writing]
         self._executor.collective_rpc(on_store, "save", numbers, files)
 
     def _write(self, slot: Slot) -> None:
@@ -297,7 +295,7 @@ class OffloadConnector(KVConnector):
             if self._folder is not None:
                 remove(file_of(self._folder, load.files[i].key))
         self._report("lost", "disk", len(load.failed))
-        if load.version != self._version() or load.num_tokens is None:
+        if load.version != self._version():
             return 0
         count = load.num_tokens // self._kv.block_size
         from_disk = sum(i < count for i in load.files)
@@ -310,7 +308,8 @@ class OffloadConnector(KVConnector):
     def _flush(self, deadline: float) -> None:
         """Write what has no file: of host memory, then of the device. Some at a time, for a block is written from its slot."""
         self._settle(deadline)
-        work = [each for each in (*self._host.values(), *self._kv.blocks) if each.hash is not None]
+        kept: list[Any] = [*self._host.values(), *self._kv.blocks]
+        work = [each for each in kept if each.hash is not None]
         step = min(FLUSHED, len(self._host))
         for i in range(0, len(work), step):
             for each in work[i : i + step]:
@@ -320,6 +319,6 @@ class OffloadConnector(KVConnector):
     def _settle(self, deadline: float) -> None:
         """Send what is planned, and wait until no file is written."""
         self.build_connector_meta(SchedulerOutput())
-        while self._num_writing and time.monotonic() < deadline:
+        while any(self._writing) and time.monotonic() < deadline:
             self.get_finished()
             time.sleep(0.002)

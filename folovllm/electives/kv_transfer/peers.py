@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from folovllm.electives.kv_transfer import wire
@@ -68,7 +67,7 @@ def address_of(peer: str) -> tuple[str, int]:
 
 async def make_pool(engine: Engine) -> SegmentPool:
     """Memory for blocks of an engine. Raises ValueError if its K/V cannot travel."""
-    return SegmentPool(msgspec.msgpack.decode(await call(engine, "get_layout"), type=wire.Layout))
+    return SegmentPool(wire.Layout(*await call(engine, "get_layout")))
 
 
 async def call(engine: Engine, function: str, **query: Any) -> Any:

@@ -195,17 +195,17 @@ class GpuCopies(CpuCopies):
     def __init__(self, cache: torch.Tensor, host: torch.Tensor) -> None:
         """Raises ValueError if the memory cannot be pinned."""
         self._cache, self._host = cache, host
-        self._unpin = pin(host, self)  # nobody may close the engine
-        if self._unpin is None:
+        unpin = pin(host, self)  # nobody may close the engine
+        if unpin is None:
             raise ValueError(f"kv_offload: {host.nbytes:,} bytes of memory cannot be pinned: take less")
-        self._chunk = max(1, BUFFER_BYTES // host[0].nbytes)  # blocks
+        self._unpin, self._chunk = unpin, max(1, BUFFER_BYTES // host[0].nbytes)  # blocks
         free, total = torch.cuda.mem_get_info(cache.device)
         count = max(2, min(total // CARD_SHARE, free // 4) // BUFFER_BYTES)
         self.room = count * self._chunk
         shape = 1 + count, self._chunk, *host.shape[1:]
         self._incoming, *buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)
         self._buffers = [Buffer(lines) for lines in buffers]
-        self._ring, self._gathered = cycle(self._buffers), list[Buffer]()  # filled in turn; those that are not sent yet
+        self._ring, self._filled = cycle(self._buffers), list[Buffer]()  # filled in turn; those that are not sent yet
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
         self._came: Any = None  # the event of the last load's end
         self._sender = ThreadPoolExecutor(1, "kv-send")
@@ -228,16 +228,16 @@ class GpuCopies(CpuCopies):
                 buffer.sent.result()
             buffer.count = len(part)
             move(self._cache, buffer.lines[: buffer.count], part, to_cache=False)
-            self._gathered.append(buffer)
+            self._filled.append(buffer)
 
     def send(self, slots: list[int], busy: list[Future[None]]) -> None:
         """Have what was gathered copied to its slots, while the next steps run."""
         is_gathered = torch.cuda.current_stream().record_event()
-        for buffer in self._gathered:
+        for buffer in self._filled:
             own, slots = slots[: buffer.count], slots[buffer.count :]
             buffer.sent = self._sender.submit(self._send, buffer.lines, own, is_gathered, busy)
             buffer.slots = frozenset(own)  # last: a thread that finds its slot here must find its copy, too
-        self._gathered.clear()
+        self._filled.clear()
 
     @torch.inference_mode()
     def _send(self, lines: torch.Tensor, slots: list[int], is_gathered: Any, busy: list[Future[None]]) -> None:
@@ -289,17 +289,16 @@ def runs(slots: list[int]) -> Iterator[tuple[int, int]]:
 def register_kv_caches(
     worker: Any, num_bytes: int, folder: Path | None, folder_bytes: int, num_ranks: int
 ) -> tuple[int, int, int, float]:
-    """Make a rank's store of `num_bytes`; returns its slots and room, the bytes of a block, and the link's bytes a second.
-
-    Raises ValueError if they hold no block, or cannot be pinned.
+    """Make a rank's store, whose share of both sizes is that of each rank. Returns its slots and room, the bytes of a block, and the link's
+    bytes a second. Raises ValueError if it holds no block, or cannot be pinned.
     """
-    block_bytes = block_bytes_of(worker)
-    for name, size in (("kv_offload", num_bytes), ("kv_offload_dir_size", folder_bytes)):
+    block_bytes, shares = block_bytes_of(worker), (num_bytes // num_ranks, folder_bytes // num_ranks)
+    for name, size in zip(("kv_offload", "kv_offload_dir_size"), shares, strict=True):
         if size < block_bytes:
             raise ValueError(f"{name} holds no block: each rank has {size:,} bytes, and a block {block_bytes:,}")
-    files = None if folder is None else BlockFiles(folder, rank_of(num_ranks), folder_bytes)
+    files = None if folder is None else BlockFiles(folder, rank_of(num_ranks), shares[1])
     with worker.current:
-        worker.state[STORE] = store = BlockStore(cache_of(worker), num_bytes // block_bytes, files)
+        worker.state[STORE] = store = BlockStore(cache_of(worker), shares[0] // block_bytes, files)
         return len(store.host), store.copies.room, block_bytes, store.copies.measure()
 
 
