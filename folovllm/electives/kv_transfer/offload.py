@@ -222,7 +222,7 @@ class OffloadConnector(KVConnector):
         """Write what has no file yet, as far as time allows, so that the next start finds it."""
         with suppress(RuntimeError):  # a rank that died has nothing to write
             if self._folder is not None and not self._version():
-                self._flush(time.monotonic() + FLUSH_SECONDS)
+                self._flush()
             self._executor.collective_rpc(on_store, "close")
 
     # --- what is where ---
@@ -305,12 +305,12 @@ class OffloadConnector(KVConnector):
 
     # --- the end ---
 
-    def _flush(self, deadline: float) -> None:
+    def _flush(self) -> None:
         """Write what has no file: of host memory, then of the device. Some at a time, for a block is written from its slot."""
+        deadline, kept = time.monotonic() + FLUSH_SECONDS, list[Any]()
         self._settle(deadline)
-        kept: list[Any] = [*self._host.values(), *self._kv.blocks]
-        work = [each for each in kept if each.hash is not None]
-        step = min(FLUSHED, len(self._host))
+        kept += [*self._host.values(), *self._kv.blocks]
+        work, step = [each for each in kept if each.hash is not None], min(FLUSHED, len(self._host))
         for i in range(0, len(work), step):
             for each in work[i : i + step]:
                 self._write(each) if isinstance(each, Slot) else self.block_evicted(each)

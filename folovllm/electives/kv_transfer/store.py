@@ -176,16 +176,6 @@ class CpuCopies:
         """Give back what was taken, once nothing moves."""
 
 
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """Blocks on a GPU that leave: how many, where they go, and the copy that sends them."""
-
-    lines: torch.Tensor  # [chunk, 2L, words]
-    count: int = 0
-    slots: frozenset[int] = frozenset()
-    sent: Future[None] | None = None
-
-
 class GpuCopies(CpuCopies):
     """The copies between a GPU and pinned memory, on two streams: the link carries both ways at once.
 
@@ -203,9 +193,13 @@ class GpuCopies(CpuCopies):
         count = max(2, min(total // CARD_SHARE, free // 4) // BUFFER_BYTES)
         self.room = count * self._chunk
         shape = 1 + count, self._chunk, *host.shape[1:]
-        self._incoming, *buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)
-        self._buffers = [Buffer(lines) for lines in buffers]
-        self._ring, self._filled = cycle(self._buffers), list[Buffer]()  # filled in turn; those that are not sent yet
+        self._incoming, *self._buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)
+        self._next, self._filled = (
+            cycle(range(count)),
+            dict[int, int](),
+        )  # how many blocks are in those that are not sent yet
+        self._sent: dict[int, Future[None]] = {}  # by buffer
+        self._sent_to: dict[int, Future[None]] = {}  # by slot
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
         self._came: Any = None  # the event of the last load's end
         self._sender = ThreadPoolExecutor(1, "kv-send")
@@ -223,20 +217,20 @@ class GpuCopies(CpuCopies):
 
     def gather(self, block_ids: list[int]) -> None:
         for part in on_device(block_ids, self._cache.device).split(self._chunk):
-            buffer = next(self._ring)
-            if buffer.sent is not None:
-                buffer.sent.result()
-            buffer.count = len(part)
-            move(self._cache, buffer.lines[: buffer.count], part, to_cache=False)
-            self._filled.append(buffer)
+            number = next(self._next)
+            if number in self._sent:
+                self._sent[number].result()
+            move(self._cache, self._buffers[number][: len(part)], part, to_cache=False)
+            self._filled[number] = len(part)
 
     def send(self, slots: list[int], busy: list[Future[None]]) -> None:
         """Have what was gathered copied to its slots, while the next steps run."""
         is_gathered = torch.cuda.current_stream().record_event()
-        for buffer in self._filled:
-            own, slots = slots[: buffer.count], slots[buffer.count :]
-            buffer.sent = self._sender.submit(self._send, buffer.lines, own, is_gathered, busy)
-            buffer.slots = frozenset(own)  # last: a thread that finds its slot here must find its copy, too
+        for number, count in self._filled.items():
+            own, slots = slots[:count], slots[count:]
+            sent = self._sender.submit(self._send, self._buffers[number], own, is_gathered, busy)
+            self._sent[number] = sent
+            self._sent_to |= dict.fromkeys(own, sent)
         self._filled.clear()
 
     @torch.inference_mode()
@@ -267,9 +261,8 @@ class GpuCopies(CpuCopies):
         return self._came
 
     def wait_for(self, slots: list[int]) -> None:
-        for buffer in self._buffers:
-            if buffer.sent is not None and not (buffer.sent.done() or buffer.slots.isdisjoint(slots)):
-                buffer.sent.result()
+        for sent in {self._sent_to[slot] for slot in slots if slot in self._sent_to}:
+            sent.result()
 
     def close(self) -> None:
         self._sender.shutdown()
