@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from tests.x7.engines import (
     ROOMY,
     SMALL,
     answers,
-    answers_but_aborted,
+    check_aborts,
     connector_of,
     make_engine,
     poison_early_reads,
@@ -256,19 +255,8 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
         return read(self, key, *arguments)
 
     monkeypatch.setattr(BlockFiles, "read", unreliable)
-    heads = prompts([28, 24, 21], seed=2)
-    requests = [
-        Request(heads[rng.randrange(3)] + tail, replace(PLAIN, seed=i, max_tokens=rng.randint(1, 14)))
-        for i, tail in enumerate(prompts([rng.randint(1, 12) for _ in range(40)], seed=seed))
-    ]
-    expected = answers(make_engine(milestone="m6", **ROOMY), requests)
     engine = make_engine(milestone="m6", **SMALL, kv_offload="100KiB", kv_offload_dir=str(tmp_path))
-    for i, tokens in answers_but_aborted(engine, requests, rng).items():
-        assert tokens == expected[i], i
-    assert_nothing_left(engine)
-    settle(engine)
-    assert COUNTS[engine]["loaded_host"] > 0
-    engine.close()
+    check_aborts(engine, make_engine(milestone="m6", **ROOMY), prompts([28, 24, 21], seed=2), 12, rng)
 
 
 def test_listeners_hear_what_moves(tmp_path: Path) -> None:
