@@ -69,7 +69,7 @@ CALLS = {
 # address, and returns what JSON can say, or None. Its ValueError is the client's mistake.
 SLEEP_ROUTES = "folovllm.electives.rollouts.routes:ROUTES"
 # What a server with `--role` has beside its engine (X7): an asynchronous context, whose value a request waits for before it is queued.
-ROLE = "folovllm.electives.kv_transfer.roles:role"
+ROLE = "folovllm.electives.kv_transfer.peers:role"
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
 MODELS = {

@@ -39,17 +39,16 @@ def store_of(engine: LLMEngine) -> BlockStore:
 def copies_alone(engine: LLMEngine, count: int) -> tuple[float, float]:
     """Bytes a second at which `count` blocks come and leave, with nothing else on the card. Their slots are then as they were."""
     store = store_of(engine)
-    copies = store._copies
-    assert copies is not None
+    copies = store.copies
     numbers = list(range(min(count, len(store.host))))
 
     def leave() -> None:
         for i in range(0, len(numbers), copies.room):
             copies.gather(numbers[i : i + copies.room])
-            copies.send(numbers[i : i + copies.room])
-        copies.settle()
+            copies.send(numbers[i : i + copies.room], [])
+        copies.wait_for(numbers)
 
-    num_bytes, ways = len(numbers) * store.block_bytes, (lambda: copies.load(numbers, numbers), leave)
+    num_bytes, ways = len(numbers) * store.host[0].nbytes, (lambda: copies.load(numbers, numbers), leave)
     into, out = (num_bytes / min(seconds_of(way) for _ in range(5)) for way in ways)
     return into, out
 

@@ -248,7 +248,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/kv_transfer/plan.py", "", ""),
         ("electives/kv_transfer/digest.py", "", "v1/kv_offload/file_mapper.py"),
         ("electives/kv_transfer/offload.py", "", "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"),
-        ("electives/kv_transfer/index.py", "", "v1/kv_offload/cpu/manager.py"),
         ("electives/kv_transfer/store.py", "", "v1/kv_offload/cpu/gpu_worker.py"),
         ("electives/kv_transfer/rank_cache.py", "", ""),
         ("electives/kv_transfer/kernels/pieces.py", "", "v1/kv_offload/cpu/swap_blocks_triton.py"),
@@ -256,9 +255,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/kv_transfer/wire.py", "", "distributed/kv_transfer/kv_connector/v1/nixl/metadata.py"),
         ("electives/kv_transfer/segment.py", "", ""),
         ("electives/kv_transfer/blocks.py", "", ""),
-        ("electives/kv_transfer/prefill.py", "", ""),
-        ("electives/kv_transfer/decode.py", "", ""),
-        ("electives/kv_transfer/roles.py", "", ""),
+        ("electives/kv_transfer/peers.py", "", ""),
         ("electives/kv_transfer/router.py", "", ""),
     ],
 }

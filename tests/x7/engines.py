@@ -20,7 +20,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.llm_engine import make_engine as make_any_engine
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
-from tests.workloads import Request, serve
+from tests.workloads import Request, assert_nothing_left, serve
 
 PLAIN = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
 FIELDS: dict[str, Any] = {"device": "cpu", "use_tqdm": False, "max_model_len": 64, "block_size": 4, "max_num_seqs": 4}
@@ -60,9 +60,15 @@ def answers(engine: LLMEngine, requests: Sequence[Request]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in serve(engine, requests)]
 
 
-def answers_but_aborted(engine: LLMEngine, requests: Sequence[Request], rng: random.Random) -> dict[int, list[int]]:
-    """Answers by number. Requests come at random, and some are aborted at random: theirs are left out."""
-    aborted, done, left = set[int](), dict[int, list[int]](), list(range(len(requests)))
+def check_aborts(engine: LLMEngine, roomy: LLMEngine, heads: list[list[int]], tail: int, rng: random.Random) -> None:
+    """Requests with few heads come at random, and some are aborted at random. The others' answers are those of a cache with room."""
+    tails = prompts([rng.randint(1, tail) for _ in range(40)], seed=4)
+    requests = [
+        Request(rng.choice(heads) + own, replace(PLAIN, seed=i, max_tokens=rng.randint(1, 14)))
+        for i, own in enumerate(tails)
+    ]
+    expected, aborted, left = answers(roomy, requests), set[int](), list(range(40))
+    done = dict[int, list[int]]()
     while left or engine.has_unfinished_requests():
         while left and rng.random() < 0.5:
             i = left.pop(0)
@@ -72,7 +78,12 @@ def answers_but_aborted(engine: LLMEngine, requests: Sequence[Request], rng: ran
         if engine.request_ids and rng.random() < 0.1:
             aborted.add(int(engine.abort_request(rng.choice(engine.request_ids)).request_id))
     assert aborted and len(done) > 15
-    return {i: tokens for i, tokens in done.items() if i not in aborted}
+    for i in done.keys() - aborted:
+        assert done[i] == expected[i], i
+    assert_nothing_left(engine)
+    settle(engine)
+    assert COUNTS[engine]["loaded_host"] > 0
+    engine.close()
 
 
 def connector_of(engine: LLMEngine) -> Any:
@@ -83,8 +94,8 @@ def settle(engine: LLMEngine) -> None:
     """Let all transfers end, and check that nothing is held."""
     connector = connector_of(engine)
     connector._settle(time.monotonic() + 10)
-    slots = [*connector._host.free, *connector._host.values()]
-    assert not connector._loads and not connector._coming and not any(slot.transfers for slot in slots)
+    slots = list(connector._host.values())
+    assert not connector._loads and not any(slot.is_loading for slot in slots)
     assert sorted(slot.number for slot in slots) == list(range(len(slots)))
 
 
@@ -96,7 +107,7 @@ def poison_early_reads(monkeypatch: pytest.MonkeyPatch, saved: bool = True) -> N
         loads, meta.loads = meta.loads, {}
         start(self, meta)
         poison(meta.evicted if saved else [], self.cache)
-        poison([block for transfer in loads.values() for block in transfer.block_ids], self.cache)
+        poison([block for _, block_ids in loads.values() for block in block_ids], self.cache)
         start(self, ConnectorMetadata(loads=loads))
 
     monkeypatch.setattr(BlockStore, "start_load_kv", start_load_kv)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from folovllm.electives.kv_transfer.decode import PrefillClient
-from folovllm.electives.kv_transfer.prefill import PrefillServer
+from folovllm.electives.kv_transfer.peers import PrefillClient, PrefillServer, make_pool
+from folovllm.electives.kv_transfer.segment import SegmentPool
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.sampling_params import SamplingParams
 
@@ -28,19 +28,17 @@ GREEDY, SEEDED = SamplingParams(temperature=0, max_tokens=24), SamplingParams(te
 class Pair:
     """`decode` answers; `client` asks `server`, which listens at `port`."""
 
-    def __init__(self, prefill: AsyncEngine, decode: AsyncEngine, secret: bytes, theirs: bytes) -> None:
-        self.prefill, self.decode, self._theirs, self.secret = prefill, decode, theirs, secret
-        self.server = PrefillServer(prefill, theirs)
-        self.port = 0
+    pool: SegmentPool
+    server: PrefillServer
+    client: PrefillClient
+    port: int
 
-    async def start(self) -> None:
-        self.port = await self.server.start("127.0.0.1", 0)
-        await self.ask(self.port)
+    def __init__(self, prefill: AsyncEngine, decode: AsyncEngine, secret: bytes) -> None:
+        self.prefill, self.decode, self.secret = prefill, decode, secret
 
     async def ask(self, port: int, seconds: float = 20.0) -> None:
         """Let `decode` ask a peer at another port."""
-        self.client = PrefillClient(self.decode, "127.0.0.1", port, self.secret, seconds)
-        await self.client.start()
+        self.client = PrefillClient(self.decode, self.pool, "127.0.0.1", port, self.secret, seconds)
         self.decode.bring = self.client.bring
 
     async def answer(self, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> tuple[list[int], int]:
@@ -65,40 +63,32 @@ async def pair(
     """Both engines. `common` are options of both, `other` those in which the one that answers differs."""
     shared = OPTIONS | (common or {})
     async with AsyncEngine(**shared) as prefill, AsyncEngine(**shared | other) as decode:
-        both = Pair(prefill, decode, secret, secret if theirs is None else theirs)
-        await both.start()
-        try:
+        both = Pair(prefill, decode, secret)
+        both.pool = await make_pool(decode)
+        both.server = PrefillServer(prefill, await make_pool(prefill), secret if theirs is None else theirs)
+        async with both.server.listening("127.0.0.1", 0) as both.port:
+            await both.ask(both.port)
             yield both
             await both.require_idle()
-        finally:
-            await both.client.close()
-            await both.server.close()
 
 
-class Between:
-    """What lies between two peers: it passes `after` bytes of the answers, and then does something else.
+@asynccontextmanager
+async def between(port: int, what: str, after: int) -> AsyncIterator[int]:
+    """A port that leads to another one, and passes `after` bytes of the answers. Then it does something else.
 
     Args:
         what: "cut" ends the connection, "hang" passes nothing more, "flip" changes a bit of the next byte and goes on, "wrong" is a program
             of another kind, which says something else from the start.
     """
 
-    def __init__(self, port: int, what: str, after: int) -> None:
-        self._port, self._what, self._after = port, what, after
-        self.passed = 0  # bytes of the longest answer
-
-    async def __aenter__(self) -> int:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, to = await asyncio.open_connection("127.0.0.1", self._port)
-        asking = asyncio.create_task(self._ask(reader, to))
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection("127.0.0.1", port)
+        asking = asyncio.create_task(forward(reader, to))
         try:
-            await self._reply(there, writer)
+            if what == "wrong":
+                writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            else:
+                await forward(there, writer, after)
         except (OSError, asyncio.CancelledError):
             pass  # the client has left, or the test
         finally:
@@ -106,28 +96,22 @@ class Between:
             writer.close()
             to.close()
 
-    async def _ask(self, reader: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: int = -1) -> None:
         while data := await reader.read(1 << 16):
-            to.write(data)
-        to.close()
-
-    async def _reply(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._what == "wrong":
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-            return
-        passed = 0
-        while data := await there.read(1 << 16):
-            left = self._after - passed
-            if 0 <= left < len(data):
-                if self._what == "flip":
-                    data = data[:left] + bytes([data[left] ^ 0x10]) + data[left + 1 :]
-                else:
-                    writer.write(data[:left])
-                    await writer.drain()
-                    if self._what == "cut":
-                        return
-                    await asyncio.sleep(60)
-            passed += len(data)
-            self.passed = max(self.passed, passed)
+            if is_now := 0 <= left < len(data):
+                changed = data[:left] + bytes([data[left] ^ 0x10]) + data[left + 1 :]
+                data = changed if what == "flip" else data[:left]
             writer.write(data)
             await writer.drain()
+            if is_now and what == "hang":
+                await asyncio.sleep(60)
+            if is_now and what == "cut":
+                return
+            left -= len(data)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()

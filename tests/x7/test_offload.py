@@ -6,15 +6,16 @@ import os
 import random
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from folovllm.apps.cli.show import step_line
-from folovllm.electives.kv_transfer.disk import NAME, BlockFiles, file_of, remove
-from folovllm.electives.kv_transfer.index import HostIndex
+from folovllm.electives.kv_transfer.disk import NAME, BlockFiles, file_of, private_folder, remove
+from folovllm.electives.kv_transfer.offload import HostIndex
+from folovllm.electives.kv_transfer.store import BlockFile, BlockStore, ConnectorMetadata
 from folovllm.electives.rollouts.sleep import sleep, wake_up
 from folovllm.electives.rollouts.weights import get_weights, update_weights
 from folovllm.electives.server.aggregator import Aggregator
@@ -29,7 +30,7 @@ from tests.x7.engines import (
     ROOMY,
     SMALL,
     answers,
-    answers_but_aborted,
+    check_aborts,
     connector_of,
     make_engine,
     poison_early_reads,
@@ -135,7 +136,10 @@ def test_a_disk_that_breaks_ends_the_disk_alone(
 
 def test_the_folder_keeps_its_bound(tmp_path: Path) -> None:
     fields = {"milestone": "m6", **SMALL, **OFFLOAD, "kv_offload_dir": str(tmp_path)}
+    (stale := private_folder(tmp_path) / "tmp1").touch()
+    os.utime(stale, (0, 0))  # a process was killed while it wrote it
     engine = make_engine(**fields, kv_offload_dir_size="64KiB")
+    assert not stale.exists()
     check(engine, make_engine(milestone="m6", **ROOMY))
     settle(engine)
     engine.close()
@@ -251,19 +255,8 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
         return read(self, key, *arguments)
 
     monkeypatch.setattr(BlockFiles, "read", unreliable)
-    heads = prompts([28, 24, 21], seed=2)
-    requests = [
-        Request(heads[rng.randrange(3)] + tail, replace(PLAIN, seed=i, max_tokens=rng.randint(1, 14)))
-        for i, tail in enumerate(prompts([rng.randint(1, 12) for _ in range(40)], seed=seed))
-    ]
-    expected = answers(make_engine(milestone="m6", **ROOMY), requests)
     engine = make_engine(milestone="m6", **SMALL, kv_offload="100KiB", kv_offload_dir=str(tmp_path))
-    for i, tokens in answers_but_aborted(engine, requests, rng).items():
-        assert tokens == expected[i], i
-    assert_nothing_left(engine)
-    settle(engine)
-    assert COUNTS[engine]["loaded_host"] > 0
-    engine.close()
+    check_aborts(engine, make_engine(milestone="m6", **ROOMY), prompts([28, 24, 21], seed=2), 12, rng)
 
 
 def test_listeners_hear_what_moves(tmp_path: Path) -> None:
@@ -307,16 +300,38 @@ def test_slots_are_held_while_something_moves() -> None:
     index = HostIndex(2)
     (a, evicted), (b, _) = index.put(1, b"1"), index.put(2, b"2")
     assert a is not None and b is not None and evicted is None
-    index.hold(a)
-    c, evicted = index.put(3, b"3")
-    assert c is b and evicted == 2 and (c.hash, c.token_ids) == (3, b"3")
-    index.hold(c)
-    assert index.put(4, b"4") == (None, None)
-    index.drop(1)
+    a.is_loading = True
+    assert index.put(3, b"3") == (b, 2) and (b.hash, b.token_ids, index.get(2)) == (3, b"3", None)
+    b.is_loading = True
+    index.drop(a)
     assert index.get(1) is None and index.put(4, b"4") == (None, None)
-    index.release([a])
-    d, evicted = index.put(4, b"4")
-    assert d is a and evicted is None and index.get(4) is d
+    a.is_loading = False
+    assert index.put(4, b"4") == (a, None) and index.get(4) is a
+
+
+def test_a_file_has_the_block_that_its_name_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot gets another block while its file is written, or waits for that."""
+    write, cache = BlockFiles.write, torch.arange(40, dtype=torch.int32).reshape(1, 40, 1).repeat(2, 1, 8)
+
+    def slowly(self: BlockFiles, key: bytes, *arguments: Any) -> None:
+        time.sleep(0.02)
+        write(self, key, *arguments)
+
+    monkeypatch.setattr(BlockFiles, "write", slowly)
+    monkeypatch.setattr("folovllm.electives.kv_transfer.store.NUM_THREADS", 1)
+    store = BlockStore(cache, 2, BlockFiles(tmp_path, 0, 1 << 20))
+    for i in range(0, 40, 2):
+        store.start_load_kv(ConnectorMetadata([i, i + 1]))
+        store.save([0, 1], [BlockFile(slot, bytes([i + slot]), b"") for slot in (0, 1)])
+        time.sleep(0.005)
+    store.start_load_kv(ConnectorMetadata(reads={7: {0: BlockFile(1, b"\0", b""), 1: BlockFile(0, b"gone", b"")}}))
+    while not (report := store.get_finished()).loads:
+        time.sleep(0.01)
+    assert report.loads == {7: {1}} and store.host[1].unique().tolist() == [0]
+    store.close()
+    written = {int(file.name[:2], 16): file.read_bytes() for file in tmp_path.iterdir()}
+    assert 2 < len(written) < 40
+    assert all(content.endswith(bytes([i, 0, 0, 0]) * 16) for i, content in written.items())
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -327,28 +342,24 @@ WRONG: dict[str, dict[str, Any]] = {
     "kv_offload holds no block": {"kv_offload": "1B"},
     "kv_offload_dir_size holds no block": {**OFFLOAD, "kv_offload_dir": "DIR", "kv_offload_dir_size": "1B"},
     r"nothing can be written to '\\x00": {**OFFLOAD, "kv_offload_dir": "\0"},
+    "nothing can be written to .*file": {**OFFLOAD, "kv_offload_dir": "DIR/file"},
+    "not a folder of yours": {**OFFLOAD, "kv_offload_dir": "DIR/link"},
     "takes what the prefix cache evicts": {"kv_offload": "1M", "enable_prefix_caching": False},
+    "keep states": {**OFFLOAD, "model": "qwen3_next"},
+    "window": {**OFFLOAD, "model": "mistral"},
 }
 
 
 @pytest.mark.parametrize("sentence", WRONG)
 def test_a_bad_option_is_refused_in_a_sentence(sentence: str, tmp_path: Path) -> None:
-    fields = {name: str(tmp_path) if value == "DIR" else value for name, value in WRONG[sentence].items()}
+    (tmp_path / "file").touch()
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / NAME).symlink_to(tmp_path)
+    fields = {
+        name: value.replace("DIR", str(tmp_path)) if isinstance(value, str) else value
+        for name, value in WRONG[sentence].items()
+    }
+    if "model" in fields:
+        fields["model"] = str(tiny_checkpoint(fields["model"]))
     with pytest.raises(ValueError, match=sentence):
-        make_engine(milestone="m6", **ROOMY, **fields)
-
-
-def test_models_with_states_and_windows_are_refused() -> None:
-    for family, sentence in (("qwen3_next", "keep states"), ("mistral", "window")):
-        with pytest.raises(ValueError, match=sentence):
-            make_engine(model=str(tiny_checkpoint(family)), milestone="m6", **OFFLOAD)
-
-
-def test_a_folder_that_cannot_be_ours_is_refused(tmp_path: Path) -> None:
-    (tmp_path / NAME).symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="not a folder of yours"):
-        make_engine(milestone="m6", **ROOMY, **OFFLOAD, kv_offload_dir=str(tmp_path))
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(ValueError, match="nothing can be written"):
-        make_engine(milestone="m6", **ROOMY, **OFFLOAD, kv_offload_dir=str(file))
+        make_engine(milestone="m6", **ROOMY | fields)

@@ -17,12 +17,11 @@ from tests.x7.engines import (
     COUNTS,
     PLAIN,
     answers,
-    answers_but_aborted,
+    check_aborts,
     make_engine,
     poison,
     poison_early_reads,
     rounds,
-    settle,
 )
 
 pytestmark = pytest.mark.gpu
@@ -45,13 +44,12 @@ def test_bytes_leave_and_come_back_as_they_were(dtype: str) -> None:
     more = {"kv_cache_dtype": "fp8"} if dtype == "fp8" else {}
     engine = make_engine(**FIELDS, dtype="bfloat16", num_kv_blocks=300, kv_offload="64MiB", **more)
     (store,) = engine.executor.collective_rpc(store_of)
-    copies, cache = store._copies, store.cache
-    assert copies is not None
+    copies, cache = store.copies, store.cache
     slots, blocks, targets = (random.sample(range(n), 250) for n in (len(store.host), 300, 300))
     cache.random_(-(2**31), 2**31 - 1)
     before = cache.clone()
     copies.gather(blocks)
-    copies.send(slots)
+    copies.send(slots, [])
     poison(blocks, cache)
     expected = cache.clone()
     expected[:, targets] = before[:, blocks]
@@ -75,24 +73,15 @@ def test_answers_are_those_of_a_cache_with_room(
     for requests in longer:
         assert answers(engine, requests) == answers(expected, requests)
         assert_nothing_left(engine)
-    counts = COUNTS[
-        engine
-    ]  # a small host memory, whose slots wait for the disk, has few blocks when they are asked for
-    assert counts["loaded_host"] + counts["loaded_disk"] > 8
+    assert COUNTS[engine]["loaded_host"] + COUNTS[engine]["loaded_disk"] > 8
     engine.close()
     expected.close()
 
 
 def test_aborts_at_any_moment() -> None:
-    rng, heads = random.Random(0), prompts([120, 96], seed=2)
-    requests = [
-        Request(heads[rng.randrange(2)] + tail, replace(PLAIN, seed=i))
-        for i, tail in enumerate(prompts([9] * 40, seed=4))
-    ]
     fields = FIELDS | {"batch_invariant": True, "attention_backend": "triton"}
-    expected = answers(make_engine(**fields, num_kv_blocks=2_000), requests)
-    engine = make_engine(**fields, num_kv_blocks=24, kv_offload="64MiB")
-    for i, tokens in answers_but_aborted(engine, requests, rng).items():
-        assert tokens == expected[i], i
-    settle(engine)
-    engine.close()
+    roomy, engine = (
+        make_engine(**fields, num_kv_blocks=2_000),
+        make_engine(**fields, num_kv_blocks=24, kv_offload="64MiB"),
+    )
+    check_aborts(engine, roomy, prompts([120, 96], seed=2), 9, random.Random(0))

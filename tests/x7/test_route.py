@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from folovllm.apps.cli import main
-from folovllm.electives.kv_transfer.roles import address_of
+from folovllm.electives.kv_transfer.peers import address_of
 from folovllm.electives.kv_transfer.router import Router
 from tests.x1.background import eventually
 from tests.x7.pair import TEXT
@@ -28,28 +28,21 @@ ROOT = Path(__file__).parents[2]
 SEEDED: dict[str, Any] = {"model": "stories-5m", "max_tokens": 24, "seed": 3, "temperature": 0.8}
 
 
-class Started:
-    """A command of ours that runs, in an `ExitStack` that ends it."""
+Process = subprocess.Popen[str]
 
-    def __init__(self, stack: ExitStack, *command: str) -> None:
-        line = [sys.executable, "-m", "folovllm", *command]
-        environment = os.environ | {"FOLOVLLM_PEER_SECRET": "a secret"}
-        self.process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-        stack.callback(self.end)
 
-    def url(self) -> str:
-        """The first address that it prints."""
-        assert self.process.stdout
-        for said in self.process.stdout:
-            if found := re.search(r"http://[\w.:]+", said):
-                return found[0]
-        raise AssertionError("it ended")
+def started(stack: ExitStack, *command: str) -> Process:
+    """A command of ours that runs; the stack ends it."""
+    line = [sys.executable, "-m", "folovllm", *command]
+    environment = os.environ | {"FOLOVLLM_PEER_SECRET": "a secret"}
+    process = stack.enter_context(subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment))
+    stack.callback(process.kill)
+    return process
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout
-        self.process.stdout.close()
+
+def url_of(process: Process) -> str:
+    """The first address that it prints."""
+    return next(found[0] for said in process.stdout or () if (found := re.search(r"http://[\w.:]+", said)))
 
 
 def free_port() -> int:
@@ -58,20 +51,8 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-SERVE = [
-    "serve",
-    "--port",
-    "0",
-    "--no-use-tqdm",
-    "--device",
-    "cpu",
-    "--max-model-len",
-    "512",
-    "--num-kv-blocks",
-    "96",
-    "--block-size",
-    "16",
-]
+FLAGS = {"port": 0, "device": "cpu", "max-model-len": 512, "num-kv-blocks": 96, "block-size": 16}
+SERVE = ["serve", "--no-use-tqdm", *(f"--{name}={value}" for name, value in FLAGS.items())]
 
 
 @pytest.mark.slow
@@ -79,35 +60,30 @@ SERVE = [
 def test_three_processes_answer_as_one_and_survive_the_loss_of_one() -> None:
     with ExitStack() as stack:
         peer = f"127.0.0.1:{free_port()}"
-        prefill = Started(stack, *SERVE, "--role", "prefill", "--peer", peer, "--engine-process")
-        decode = Started(stack, *SERVE, "--role", "decode", "--peer", peer)
-        whole = prefill.url()
-        router = Started(stack, "route", "--decode", decode.url(), "--prefill", whole, "--port", str(free_port()))
-        one, both = (openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) for url in (whole, router.url()))
+        prefill = started(stack, *SERVE, "--role", "prefill", "--peer", peer, "--engine-process")
+        decode = started(stack, *SERVE, "--role", "decode", "--peer", peer)
+        whole = url_of(prefill)
+        router = started(stack, "route", "--decode", url_of(decode), "--prefill", whole, "--port", str(free_port()))
+        one, both = (openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) for url in (whole, url_of(router)))
         eventually(lambda: is_up(str(both.base_url).replace("/v1/", "/health")))
         assert both.models.list().data[0].id == "stories-5m"
         expected = one.completions.create(prompt=TEXT, **SEEDED)
-        answer = both.completions.create(prompt=TEXT, **SEEDED)
-        assert answer.choices == expected.choices
-        assert (
-            answer.usage
-            and answer.usage.prompt_tokens_details
-            and answer.usage.prompt_tokens_details.cached_tokens == 176
-        )
+        answer: Any = both.completions.create(prompt=TEXT, **SEEDED)
+        assert answer.choices == expected.choices and answer.usage.prompt_tokens_details.cached_tokens == 176
         chat: Any = {"messages": [{"role": "user", "content": TEXT[:300]}], **SEEDED}
         said = one.chat.completions.create(**chat).choices[0].message.content
-        assert (
-            "".join(c.choices[0].delta.content or "" for c in both.chat.completions.create(stream=True, **chat)) == said
-        )
+        parts = both.chat.completions.create(stream=True, **chat)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == said
         with pytest.raises(openai.NotFoundError, match="no model 'other'"):
             both.completions.create(prompt="x", **SEEDED | {"model": "other"})
         with pytest.raises(openai.BadRequestError, match="max_tokens"):
             both.completions.create(prompt="x", **SEEDED | {"max_tokens": -1})
         stream = both.completions.create(prompt=TEXT[5:], stream=True, **SEEDED)
-        prefill.end()
+        prefill.kill()
+        prefill.wait()
         assert len(list(stream)) > 1
         answer = both.completions.create(prompt="And " + TEXT, **SEEDED)  # nobody has computed this
-        assert answer.usage and answer.usage.completion_tokens == 24
+        assert answer.usage.completion_tokens == 24
 
 
 def is_up(url: str) -> bool:
@@ -203,14 +179,8 @@ def test_a_client_that_leaves_ends_its_request_at_the_server(is_answering: bool)
             if message.get("body"):
                 has_body.set()
 
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/v1/models",
-            "raw_path": b"/v1/models",
-            "query_string": b"",
-            "headers": [],
-        }
+        scope = {"type": "http", "method": "GET", "query_string": b"", "headers": []}
+        scope |= {"path": "/v1/models", "raw_path": b"/v1/models"}
         await asyncio.wait_for(router.app(scope, receive, send), 10)
         assert ended == ["answer" if is_answering else "request"]
         assert router.servers[0].num_open == 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from folovllm.electives.kv_transfer import wire
 from folovllm.electives.kv_transfer.segment import Segment, open_segment
+from tests.x7.pair import between
 
 pytestmark = pytest.mark.x7
 LAYOUT = wire.Layout(b"m", "float32", 4, 1, 256)
@@ -20,61 +24,47 @@ segments = st.builds(wire.SegmentRef, st.text(max_size=30), st.binary(max_size=1
 layouts = st.builds(wire.Layout, st.binary(), st.text(), hashes, hashes, hashes)
 messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(wire.PrefillRequest, layouts, st.binary(), hashes, st.none() | st.text()),
-    st.builds(wire.Blocks, layouts, st.binary(), st.binary(), segments),
-    st.builds(wire.Reply, st.sampled_from(["bytes", "next"])),
+    st.builds(wire.Blocks, layouts, hashes, st.binary(), segments),
+    st.sampled_from(["bytes", "next", None]),
     st.builds(wire.Refusal, st.text()),
-    st.just(wire.Done()),
 )
 
 
-class Written:
-    """A writer that keeps what is written."""
+def ask(data: bytes, work: Callable[[wire.Connection], Awaitable[Any]]) -> Any:
+    """What comes of this work at a client's end of a connection in which these bytes come, and nothing more."""
 
-    def __init__(self) -> None:
-        self.data = b""
+    async def run() -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await work(wire.Connection(reader, Mock(drain=AsyncMock()), b"s", is_server=False))
 
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-    async def drain(self) -> None:
-        pass
-
-
-def end_of(data: bytes, secret: bytes = b"s") -> tuple[wire.Connection, Written]:
-    """A client's end of a connection in which these bytes come, and nothing more."""
-    reader, writer = asyncio.StreamReader(), Written()
-    reader.feed_data(data)
-    reader.feed_eof()
-    return wire.Connection(reader, writer, secret, is_server=False), writer  # type: ignore[arg-type]
+    return asyncio.run(run())
 
 
 def said(message: Any) -> bytes:
     """A message as it is written."""
 
-    async def write() -> bytes:
-        peer, written = end_of(b"")
+    async def write(peer: Any) -> bytes:
         await peer.send(message)
-        return written.data
+        return bytes(peer.writer.write.call_args.args[0])
 
-    return asyncio.run(write())
+    return bytes(ask(b"", write))
 
 
-def received(data: bytes, limit: int = wire.SHORT, kind: type[Any] = wire.Done) -> Any:
+def received(data: bytes, kind: Any = wire.Blocks) -> Any:
     """What a client makes of these bytes."""
-
-    async def read() -> Any:
-        return await end_of(data)[0].receive(kind, limit=limit)
-
-    return asyncio.run(read())
+    return ask(data, lambda peer: peer.receive(kind))
 
 
 @given(messages, st.data())
 def test_a_message_comes_out_as_it_went_in_or_not_at_all(message: Any, data: st.DataObject) -> None:
     whole = said(message)
+    kind = wire.Reply | None if message in ("bytes", "next", None) else type(message)
     if not isinstance(message, wire.Refusal):
-        assert received(whole, kind=type(message)) == message
+        assert received(whole, kind=kind) == message
     with pytest.raises(EOFError):
-        received(whole[: data.draw(st.integers(0, len(whole) - 1))], kind=type(message))
+        received(whole[: data.draw(st.integers(0, len(whole) - 1))], kind=kind)
 
 
 @given(st.binary(max_size=200))
@@ -82,14 +72,14 @@ def test_what_strangers_say_is_refused(data: bytes) -> None:
     with pytest.raises((wire.WireError, EOFError)):
         received(data, kind=wire.Blocks)
     with pytest.raises((wire.WireError, EOFError)):
-        asyncio.run(greeted(data))
+        ask(data, wire.Connection.handshake)
 
 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
         (bytes([255] * 4), "announces 4294967295 bytes where 65536"),
-        (said(wire.Reply("next")), "another message than it owes: .*Reply"),
+        (said("next"), "another message than it owes: .*str"),
         (said(wire.Refusal("no time")), "no time"),
         (b"\3\0\0\0abc", "another message than it owes"),
     ],
@@ -99,41 +89,31 @@ def test_a_refusal_says_why(data: bytes, says: str) -> None:
         received(data)
 
 
-async def greeted(data: bytes) -> None:
-    await end_of(data)[0].handshake()
+async def greeting(secret: bytes = b"s", is_server: bool = True, at: int = 10**9) -> None:
+    """A client greets another end. Of what that one says, a bit of byte `at` changes on the way."""
 
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ValueError, EOFError, OSError):
+            await wire.Connection(reader, writer, secret, is_server).handshake()
 
-async def greeting(secret: bytes, is_server: bool, at: int = -1, change: int = 0) -> None:
-    """A client greets another end, which sends one byte otherwise: its greeting's number `at`."""
-    (ours, there), (theirs, back) = (end_of(b""), end_of(b""))
-    ours.reader, theirs.reader = asyncio.StreamReader(), asyncio.StreamReader()
-    theirs._secret, theirs._is_server = secret, is_server
-    there.write = theirs.reader.feed_data  # type: ignore[method-assign]
-    sent = [0]
-
-    def pass_on(data: bytes) -> None:
-        if 0 <= at - sent[0] < len(data):
-            data = data[: at - sent[0]] + bytes([data[at - sent[0]] ^ change]) + data[at - sent[0] + 1 :]
-        sent[0] += len(data)
-        ours.reader.feed_data(data)
-
-    back.write = pass_on  # type: ignore[method-assign]
-    answering = asyncio.create_task(theirs.handshake())
-    try:
-        await ours.handshake()
-    finally:
-        answering.cancel()
-        await asyncio.wait([answering])
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with between(server.sockets[0].getsockname()[1], "flip", at) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            await wire.Connection(reader, writer, b"s", is_server=False).handshake()
+        finally:
+            writer.close()
+            server.close()
 
 
 def test_both_sides_prove_that_they_know_the_secret() -> None:
-    asyncio.run(greeting(b"s", is_server=True))
+    asyncio.run(greeting())
     for secret, is_server in ((b"t", True), (b"s", False), (b"", True)):  # the second says our own words
         with pytest.raises(wire.WireError, match="another secret"):
             asyncio.run(greeting(secret, is_server))
     for at in range(len(wire.MAGIC) + wire.NONCE + 32):
         with pytest.raises(wire.WireError, match="no peer of ours" if at < len(wire.MAGIC) else "another secret"):
-            asyncio.run(greeting(b"s", True, at, 4))
+            asyncio.run(greeting(at=at))
 
 
 def test_layouts_differ_in_a_sentence() -> None:
@@ -144,22 +124,22 @@ def test_layouts_differ_in_a_sentence() -> None:
 
 
 def test_blocks_are_those_that_were_asked_for() -> None:
-    """Blocks 1 and 2 of four, of 16 bytes of tokens each; no others, not half of one, none, or more than fit in memory."""
-    tokens = bytes(range(64))
-    request = wire.PrefillRequest(LAYOUT, tokens, 1, None)
+    """Of four blocks those from number 1 on; not none, no more than the prompt has, and no more than fit in memory."""
+    request = wire.PrefillRequest(LAYOUT, bytes(64), 1, None)
 
-    def end_of(token_ids: bytes, request: wire.PrefillRequest = request, layout: wire.Layout | None = None) -> int:
-        return request.end_of(wire.Blocks(layout or request.layout, token_ids, b"", wire.SegmentRef("", b"")), 1)
+    def require(end: int, request: wire.PrefillRequest = request, layout: wire.Layout | None = None) -> None:
+        request.require_next(wire.Blocks(layout or request.layout, end, b"", wire.SegmentRef("", b"")), 1)
 
-    assert (end_of(tokens[16:32]), end_of(tokens[16:48])) == (2, 3)
-    for other in (b"", tokens[:32], tokens[16:40], tokens[32:64], tokens[16:] + bytes(16)):
-        with pytest.raises(wire.WireError, match="other blocks"):
-            end_of(other)
+    require(2)
+    require(4)
+    for end in (-1, 0, 1, 5, 2**40):
+        with pytest.raises(wire.WireError, match="not asked for"):
+            require(end)
     with pytest.raises(wire.WireError, match="another model"):
-        end_of(tokens[16:48], layout=msgspec.structs.replace(LAYOUT, model=b"o"))
+        require(3, layout=msgspec.structs.replace(LAYOUT, model=b"o"))
     large = msgspec.structs.replace(LAYOUT, block_bytes=wire.MOST_BYTES)
-    with pytest.raises(wire.WireError, match="sends 2 blocks"):
-        end_of(tokens[16:48], msgspec.structs.replace(request, layout=large))
+    with pytest.raises(wire.WireError, match="not asked for"):
+        require(3, msgspec.structs.replace(request, layout=large))
 
 
 def test_memory_is_shared_only_as_it_was_offered() -> None:

@@ -11,20 +11,17 @@ and the `memory` (`SegmentRef`) that holds them all, from this one to the last. 
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.electives.kv_transfer.digest import kv_dtype, model_digest
-from folovllm.electives.kv_transfer.rank_cache import block_bytes_of, cache_of, move, on_device
+from folovllm.electives.kv_transfer.rank_cache import block_bytes_of, cache_of, move, on_device, pin, rank_of
 from folovllm.electives.kv_transfer.segment import MOST_MAPPED, open_segment
-from folovllm.electives.kv_transfer.wire import Layout, SegmentRef
+from folovllm.electives.kv_transfer.wire import SegmentRef
 from folovllm.engine.events import BlocksMoved
 from folovllm.models.model_config import num_linear_of
 from folovllm.request import Request, Sequence
@@ -35,12 +32,11 @@ if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
 
 
-def get_layout(engine: LLMEngine, query: dict[str, Any]) -> bytes:
-    """The engine's `Layout`, encoded. The query is empty."""
+def get_layout(engine: LLMEngine, query: dict[str, Any]) -> tuple[bytes, str, int, int, int]:
+    """The fields of the engine's `Layout`. The query is empty."""
     cache_manager(engine)
     setup, sizes = engine.setup, engine.executor.collective_rpc(block_bytes_of)
-    layout = Layout(model_digest(setup, by_time=False), kv_dtype(setup), setup.block_size, len(sizes), sum(sizes))
-    return msgspec.msgpack.encode(layout)
+    return model_digest(setup, by_time=False), kv_dtype(setup), setup.block_size, len(sizes), sum(sizes)
 
 
 def get_computed_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
@@ -89,19 +85,17 @@ def prompt_sequence(token_ids: bytes, salt: str | None, **_: Any) -> Sequence:
 
 def cache_manager(engine: LLMEngine) -> PrefixCachingBlockManager:
     """The owner of the engine's blocks. Raises ValueError if what is in them cannot travel."""
-    kv = engine.scheduler.kv
+    kv, setup = engine.scheduler.kv, engine.setup
     if not isinstance(kv, PrefixCachingBlockManager):
         raise ValueError("--role needs a cache of prefixes: leave --milestone out, or say --enable-prefix-caching")
-    if num_linear_of(engine.setup.hf_config):
-        raise ValueError("--role: layers of this model keep states, which do not travel. Serve it with one engine")
-    if "calculate_kv_scales" in engine.setup.config.extras:
-        raise ValueError(
-            "--role: each engine measures scales of its own, so their K/V differ: leave calculate_kv_scales out"
-        )
-    if getattr(kv.prefix_cache.root, "number", 0):
-        raise ValueError("the weights were updated, which gives them no name that a peer knows: their K/V stay here")
-    if engine.refusal:
-        raise ValueError(engine.refusal)
+    for is_so, sentence in (
+        (num_linear_of(setup.hf_config), "--role: layers of this model keep states, which do not travel. Serve it with one engine"),
+        ("calculate_kv_scales" in setup.config.extras, "--role: each engine measures scales of its own, so their K/V differ: leave calculate_kv_scales out"),
+        (getattr(kv.prefix_cache.root, "number", 0), "the weights were updated, which gives them no name that a peer knows: their K/V stay here"),
+        (engine.refusal, engine.refusal),
+    ):  # fmt: skip
+        if is_so:
+            raise ValueError(sentence)
     return kv
 
 
@@ -109,9 +103,9 @@ def move_blocks(
     engine: LLMEngine, query: dict[str, Any], ids: list[int], skip: int, count: int, *, to_cache: bool
 ) -> None:
     """Move the blocks `ids` on all ranks, and tell those who listen. The memory holds `count` blocks, of which `skip` come before."""
-    events, ranks = cache_manager(engine).events, engine.setup.config.tensor_parallel_size
     if not ids:
         return
+    ranks, events = engine.setup.config.tensor_parallel_size, cache_manager(engine).events
     moved = engine.executor.collective_rpc(copy_blocks, query["memory"], ranks, ids, skip, count, to_cache)
     if events.on:
         events.emit(BlocksMoved("loaded" if to_cache else "offloaded", "peer", len(ids), sum(moved), -1))
@@ -131,21 +125,15 @@ def copy_blocks(
     with worker.current, torch.inference_mode():
         cache = cache_of(worker)
         pieces, _, words = cache.shape
-        shared, rank = mapped(SegmentRef(*memory), cache.is_cuda), dist.get_rank() if ranks > 1 else 0
-        parts = shared[: ranks * count * pieces * words].view(ranks, count, pieces, words)
-        lines = parts[rank, skip : skip + len(ids)]
-        block_ids = on_device(ids, cache.device)
+        parts = mapped(SegmentRef(*memory), cache.is_cuda)[: ranks * count * pieces * words]
+        lines = parts.view(ranks, count, pieces, words)[rank_of(ranks), skip : skip + len(ids)]
+        with torch.cuda.stream(torch.cuda.Stream() if to_cache and cache.is_cuda else None):
+            there = lines.to(cache.device) if to_cache else torch.empty_like(lines, device=cache.device)
+        if to_cache and cache.is_cuda:
+            there.record_stream(torch.cuda.current_stream())
+        move(cache, there, on_device(ids, cache.device), to_cache=to_cache)
         if not to_cache:
-            gathered = torch.empty_like(lines, device=cache.device)
-            move(cache, gathered, block_ids, to_cache=False)
-            lines.copy_(gathered)
-            return lines.nbytes
-        stream = torch.cuda.Stream() if cache.is_cuda else None
-        with torch.cuda.stream(stream):
-            come = lines.to(cache.device)
-        if stream is not None:
-            come.record_stream(torch.cuda.current_stream())
-        move(cache, come, block_ids, to_cache=True)
+            lines.copy_(there)
         return lines.nbytes
 
 
@@ -155,8 +143,6 @@ def mapped(ref: SegmentRef, is_cuda: bool) -> torch.Tensor:
     if (data := open_segment(ref)) is None:
         raise ValueError("the shared memory of K/V is gone")
     memory = torch.frombuffer(data, dtype=torch.int32)
-    if is_cuda:  # what cannot be pinned is copied in the slower way
-        cudart = torch.cuda.cudart()
-        cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
+    if is_cuda:
+        pin(memory, memory)  # what cannot be pinned is copied in the slower way
     return memory

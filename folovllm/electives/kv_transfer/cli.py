@@ -28,14 +28,10 @@ def route(
 
         from folovllm.electives.kv_transfer.router import Router
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f'{error.name} is not installed: pip install "folovllm[serve]" brings what a router needs'
-        ) from error
+        raise ValueError(f'{error.name} is not installed: pip install "folovllm[serve]" brings it') from error
     for url in (*decode, *(prefill or ())):
         if not (found := URL.fullmatch(url)) or int((found[2] or ":0")[1:]) > 65535:
-            raise ValueError(
-                f"a server's URL begins with http:// and names a host, and a port if need be, unlike {url!r}"
-            )
+            raise ValueError(f"a server's URL begins with http:// and names a host, and perhaps a port, unlike {url!r}")
     if not host:
         raise ValueError("--host is empty: name an address of this machine; 0.0.0.0 is all of them")
     try:

@@ -62,13 +62,17 @@ class BlockFiles:
         handle, name = tempfile.mkstemp(prefix="tmp", dir=self._folder)  # mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(head)
-                file.write(payload)
+                file.writelines((head, payload))
             os.replace(name, path)
-        except BaseException:
+        finally:
             remove(name)
-            raise
-        self._count(path, len(head) + len(payload))
+        with self._lock:
+            self._used += len(head) + len(payload) - self._sizes.pop(path, 0)
+            self._sizes[path] = len(head) + len(payload)
+            while self._used > self._most_bytes:
+                oldest, size = self._sizes.popitem(last=False)
+                self._used -= size
+                remove(oldest)
 
     def read(self, key: bytes, token_ids: bytes, out: memoryview) -> bool:
         """Read a block into `out`. False if it is not there, or is not what it claims to be: then its file is removed."""
@@ -86,16 +90,6 @@ class BlockFiles:
             return True
         remove(path)
         return False
-
-    def _count(self, path: str, size: int) -> None:
-        """Count a file that was written, and remove the oldest ones if they are too many now."""
-        with self._lock:
-            self._used += size - self._sizes.pop(path, 0)
-            self._sizes[path] = size
-            while self._used > self._most_bytes:
-                oldest, its_size = self._sizes.popitem(last=False)
-                self._used -= its_size
-                remove(oldest)
 
 
 def remove(path: str) -> None:

@@ -43,9 +43,7 @@ class TransferOptions:
         if self.kv_offload is None:
             return
         if not config.enable_prefix_caching:
-            raise ValueError(
-                "kv_offload takes what the prefix cache evicts: set enable_prefix_caching=True, or take milestone m5"
-            )
+            raise ValueError("kv_offload takes what the prefix cache evicts: set enable_prefix_caching=True")
         if config.builder_names:
             raise ValueError("kv_offload does not go with components of your own: leave builders out")
         if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -4,7 +4,8 @@ A connection begins with a greeting, in which each side proves that it knows the
 up, so no proof can be said again. Behind it a message is its length, then itself in msgpack. Nothing is encrypted: prompts and K/V go
 as they are. K/V have a checksum (xxh3), and all else is compared with what was asked for.
 
-`Blocks` describes K/V. They lie in memory that both processes see, where both are on one host, or come behind it.
+A `PrefillRequest` is answered by `Blocks`, each of which waits for a `Reply`, and by None when no more come; or by a `Refusal`. K/V lie
+in memory that both processes see, where both are on one host, or come behind `Blocks`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import xxhash
 
 from folovllm.models.messages import printable
 
-MAGIC = b"FOLOKV4\n"  # the version is in it
+MAGIC = b"FOLOKV5\n"  # the version is in it
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
 PATIENCE = 10.0  # seconds for what a peer owes
 READ = 1 << 20  # bytes that are buffered beside the memory that they go to
 MOST_BYTES = 64 << 20  # of K/V at a time, for which no step runs in an engine
+# To `Blocks`: their bytes are wanted, since the memory is not seen here; or they have come, and may be overwritten.
+Reply = Literal["bytes", "next"]
+T = TypeVar("T")
 
 
 class WireError(ValueError):
@@ -71,52 +75,37 @@ class PrefillRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
             raise WireError(f"the peer asks for {len(self.token_ids)} bytes of tokens from block {self.first} on")
         return num_blocks
 
-    def tokens(self, first: int, end: int) -> bytes:
-        """Those of blocks `first` to `end - 1`."""
-        return self.token_ids[4 * self.layout.block_size * first : 4 * self.layout.block_size * end]
-
-    def end_of(self, blocks: Blocks, first: int) -> int:
-        """The number behind the last of these blocks. Raises WireError unless they have this layout and are the next of the prompt, from number `first` on."""
-        self.layout.require_same(blocks.layout)
-        end = first + len(blocks.token_ids) // (4 * self.layout.block_size)
-        if end == first or blocks.token_ids != self.tokens(first, end):
-            raise WireError("the peer sent other blocks than it was asked for")
-        if (end - first) * self.layout.block_bytes > MOST_BYTES:
-            raise WireError(f"the peer sends {end - first} blocks of {self.layout.block_bytes} bytes")
-        return end
+    def require_next(self, blocks: Blocks, first: int) -> None:
+        """Raise WireError unless these blocks have this layout, are the next of the prompt, from number `first` on, and not too many."""
+        num_blocks, count = self.num_blocks(blocks.layout), blocks.end - first
+        if not 0 < count <= num_blocks - first or count * self.layout.block_bytes > MOST_BYTES:
+            raise WireError(f"the peer sends blocks {first} to {blocks.end - 1}, which it was not asked for")
 
     def query(self, first: int, end: int, memory: SegmentRef) -> dict[str, Any]:
         """What tells an engine to copy blocks `first` to `end - 1` (`folovllm.electives.kv_transfer.blocks`)."""
-        where = msgspec.structs.astuple(memory)
-        return {"token_ids": self.tokens(0, end), "salt": self.salt, "first": first, "memory": where}
+        token_ids, where = self.token_ids[: 4 * self.layout.block_size * end], msgspec.structs.astuple(memory)
+        return {"token_ids": token_ids, "salt": self.salt, "first": first, "memory": where}
+
+    async def checksum(self, end: int, data: memoryview) -> bytes:
+        """That of K/V, and of the tokens up to block `end - 1`. A thread computes it, so that the event loop goes on."""
+        digest = xxhash.xxh3_128(self.token_ids[: 4 * self.layout.block_size * end])
+        await asyncio.to_thread(digest.update, data)
+        return digest.digest()
 
 
 class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """K/V of the next blocks of a prompt, [ranks, n, L, 2, Hkv, B, D]."""
 
     layout: Layout
-    token_ids: bytes  # int32
-    checksum: bytes  # of the K/V (`checksum_of`)
+    end: int  # the number behind the last one
+    checksum: bytes  # `PrefillRequest.checksum`
     memory: SegmentRef  # where they lie, on the peer's host
-
-
-class Reply(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """To `Blocks`: their bytes are wanted, since the memory is not seen here; or they have come, and may be overwritten."""
-
-    wants: Literal["bytes", "next"]
-
-
-class Done(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """No more blocks come."""
 
 
 class Refusal(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Why the connection ends."""
 
     message: str
-
-
-T = TypeVar("T")
 
 
 class Connection:
@@ -135,13 +124,17 @@ class Connection:
             theirs = await self.reader.readexactly(len(MAGIC) + NONCE)
             if not theirs.startswith(MAGIC):
                 raise WireError("this is no peer of ours: another program, or another version of it, answers there")
-            numbers = (own, theirs[len(MAGIC) :])
-            await self.write(self._proof(self._is_server, numbers))
-            expected = self._proof(not self._is_server, numbers[::-1])
+            theirs = theirs[len(MAGIC) :]
+            await self.write(self._proof(self._is_server, own + theirs))
+            expected = self._proof(not self._is_server, theirs + own)
             if not hmac.compare_digest(await self.reader.readexactly(len(expected)), expected):
                 raise WireError("the peer has another secret: FOLOVLLM_PEER_SECRET must be one text on both sides")
 
-    async def send(self, message: msgspec.Struct) -> None:
+    def _proof(self, by_server: bool, numbers: bytes) -> bytes:
+        """What one side says, which has made up the first number: the other's is in it, so it was not said before."""
+        return hmac.digest(self._secret, (b"server" if by_server else b"client") + numbers, "sha256")
+
+    async def send(self, message: PrefillRequest | Blocks | Refusal | Reply | None) -> None:
         """Send a message. Raises TimeoutError, an OSError, if the peer takes nothing for too long."""
         body = msgspec.msgpack.encode(message)
         await self.write(len(body).to_bytes(4, "little") + body)
@@ -175,15 +168,6 @@ class Connection:
         for at in range(0, len(data), READ):
             part = data[at : at + READ]
             part[:] = await self.reader.readexactly(len(part))
-
-    def _proof(self, by_server: bool, numbers: tuple[bytes, bytes]) -> bytes:
-        """What one side says, which has made up the first number: the other's is in it, so it was not said before."""
-        return hmac.digest(self._secret, (b"server" if by_server else b"client") + b"".join(numbers), "sha256")
-
-
-async def checksum_of(data: memoryview) -> bytes:
-    """The checksum of K/V. A thread computes it, so that the event loop goes on."""
-    return await asyncio.to_thread(xxhash.xxh3_128_digest, data)
 
 
 async def unless(leaving: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T:
