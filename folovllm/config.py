@@ -61,8 +61,8 @@ class EngineConfig:
         tokenizer: a directory or hub id with another tokenizer than the model's own.
         milestone: "m1" to "m6": the preset for whatever is not said here; if left out, the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
-        kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (a contiguous block of
-            `max_model_len` tokens per sequence) or "paged".
+        kv_cache: "growing" (one request at a time, cache by concatenation), "slots" (M2: a contiguous
+            region of `max_model_len` tokens for each sequence) or "paged".
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, the checkpoint's own on a GPU.
         device: "cuda" or "cpu"; if left out, CUDA where there is one.
         seed: the seed of the engine's own noise (requests without a seed, random weights).

@@ -273,7 +273,7 @@ def read(
 ) -> None:
     """The code as of a milestone: what one request runs through, in call order; then how the engine was put together.
 
-    At the end stand the files that docs/reading_order.md lists beside these: records, protocols and checks.
+    Before it stand the files that docs/reading_order.md lists beside these: records, protocols and checks.
     + is new since the milestone before; an id at the end says that it is an exercise.
     """
     course = Course.here()
@@ -287,6 +287,12 @@ def read(
     files = len({step.file for step in shown})
     say("{shown} functions in {files} files{rest}", shown=len(shown), files=files, rest=rest)
     say("In call order. File by file, from the outside in: docs/reading_order.md")
+    if listed := trace.also_listed(course, milestone, shown):
+        console.print()
+        say("Records, protocols and checks, of which no call is shown: read each where a function first names it")
+        for file in listed:
+            ids = [id_ for (place, _), id_ in exercises.items() if place == file]
+            console.print(Text(f"  {file}", style="cyan").append("  ".join(["", *ids]), style="yellow"), soft_wrap=True)
     for step in shown:
         if step.phase != phase:
             phase = step.phase
@@ -298,9 +304,3 @@ def read(
         line.append(f"  {exercises.get((step.file, step.name), '')}", style="yellow")
         line.rstrip()
         console.print(line, soft_wrap=True)
-    if listed := trace.also_listed(course, milestone, shown):
-        console.print()
-        say("also to be read, though the request shows nothing of it (records, protocols, checks):")
-        for file in listed:
-            ids = [id_ for (place, _), id_ in exercises.items() if place == file]
-            console.print(Text(f"  {file}", style="cyan").append("  ".join(["", *ids]), style="yellow"), soft_wrap=True)

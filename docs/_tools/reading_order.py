@@ -262,7 +262,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
 
 INTRO = """# Reading order
 
-The source from the outside in, in the order in which the milestones, and then the electives, add it. Minutes are lines over {rate}, which is slow reading with the
+The source from the outside in, in the order in which the milestones, and then the electives (X1 to X7, optional chapters after M6), add it. Minutes are lines over {rate}, which is slow reading with the
 chapter beside it; {files} files, about {hours:.0f} hours in all. The exercises are the functions of that file that you may write yourself:
 read their docstrings, and leave the bodies until you have tried.
 

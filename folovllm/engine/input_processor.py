@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class InputProcessor:
-    """Tokenizes, validates, and splits a request of `n` answers into `n` sequences. What fits into the context fits into the cache."""
+    """Tokenizes, validates, and splits a request of `n` answers into `n` sequences. A request that fits into `max_model_len` fits into the KV cache, too."""
 
     def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase) -> None:
         self._setup = setup
@@ -51,7 +51,7 @@ class InputProcessor:
         self._validate(token_ids, params)
         # `forbidden_runs` also checks that bad words leave some of the allowed tokens.
         has_runs = params.bad_words or params.allowed_token_ids is not None
-        room = self._setup.max_model_len - len(token_ids) + params.prompt_only  # nobody gets its one token
+        room = self._setup.max_model_len - len(token_ids) + params.prompt_only  # a scored prompt's token is dropped
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,

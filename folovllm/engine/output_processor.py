@@ -165,7 +165,7 @@ def num_visible_chars(seq: Sequence) -> int:
         # A stop string's `stop_reason` is a text, a stop token's its id, end-of-text's None.
         token_ended = seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
         if token_ended and not seq.params.include_stop_str_in_output:
-            detokenizer.forget_last()  # not decoded yet: the check ends with it
+            detokenizer.forget_last()  # not decoded yet: `check_stop_conditions` looks at token ids before it decodes
         detokenizer.flush()
         return detokenizer.num_chars
     detokenizer.advance()

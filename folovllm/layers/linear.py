@@ -55,7 +55,7 @@ class Plain(LinearMethod):
         return {"weight": torch.split(layer.weight.data, layer.output_sizes)}
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply. Without a bias the addition is part of the library's product."""
+        """Multiply; add the bias, and the product to `residual` in place if that is given."""
         if residual is None:
             return F.linear(x, layer.weight, layer.bias)
         residual = residual.addmm_(x, layer.weight.t())

@@ -81,7 +81,7 @@ def load_model(
     hidden = None if use_tqdm else True
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=hidden, delay=1) as progress:
         for name, tensor in tensors:
-            if name not in places:  # the model lacks it, or had it already: it may be an elective's
+            if name not in places:  # no place is left: a tied head that is stored twice, or an elective's tensor
                 extra.append((name, tensor))
                 continue
             with reading(source, name):
@@ -155,7 +155,7 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Destination])
 
 
 def pop_destination(name: str, shape: torch.Size, places: dict[str, Destination]) -> Destination:
-    """Return the place of a tensor of this shape, crossed off. Raises ValueError if it has another shape, or (X2, X6) there is none."""
+    """Return the place of a tensor of this shape, crossed off. Raises ValueError if it has another shape, or there is none."""
     place = places.pop(name, None)
     if place is None:
         raise ValueError(f"the weights hold {name!r}, for which the model has no place (or had it twice)")

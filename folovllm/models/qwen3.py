@@ -32,7 +32,7 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = layers.make(RMSNorm, self.head_dim, config.rms_norm_eps)
 
     def prepare(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """As Llama's, with the heads normalised before they are rotated."""
+        """Do what `LlamaAttention.prepare` does, with the heads normalised before they are rotated."""
         query, key, value = self.split_heads(qkv)
         query, key = self.rope(batch.positions, self.q_norm(query), self.k_norm(key))
         self.attn.store(key, value, batch)

@@ -39,7 +39,7 @@ class SamplingRows:
         counts: Sequence[int] | None = None,
         extras: Extras | None = None,
     ) -> SamplerOutput:
-        """Sample a token for each of `rows` from its logits [S, V], at its position in the sequence, and record the tokens.
+        """Sample a token for each of `rows` from its logits [S, V], at its position in the sequence; `SamplerState` records it.
 
         `counts`: 0 where the token is not part of the answer; None: all are. `extras`: those of the step, which may have bitmasks.
         """

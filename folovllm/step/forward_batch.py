@@ -11,7 +11,7 @@ import torch
 class ForwardBatch:
     """A ragged batch: the new tokens of all scheduled sequences, end to end, with no padding.
 
-    Decodes, which have one new token, come first. A sequence after them may have one new token, too. `T` new tokens, `S` sequences.
+    Decodes, which have one new token, come first. A sequence after them may have one new token, too: the end of its prompt. `T` new tokens, `S` sequences.
     The batch is an argument down the model, for without a global context two engines can live in one process. M1's model reads
     `input_ids`, `positions` and `logits_indices` alone; each other field names the milestone that reads it first.
     """

@@ -33,7 +33,7 @@ class SerialModelRunner:
         self.model = self._load()
 
     def initialize_kv_cache(self) -> int:
-        """Give each attention layer an empty cache, and layers with a state one slot. Returns 0: there are no blocks."""
+        """Give each attention layer an empty cache, and each layer with a state room for one (X5). Returns 0: there are no blocks."""
         if num_linear_of(self._setup.hf_config):
             from folovllm.worker.kv_memory import free_memory  # X5; here, for few models have such layers
 

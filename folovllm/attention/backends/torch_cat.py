@@ -1,4 +1,4 @@
-"""Attention over a cache that grows by concatenation: M1's own backend, which users call "torch_naive"."""
+"""Attention over a cache that grows by concatenation: M1's "torch_naive" (from M2 on that is `TorchNaiveBackend`)."""
 
 from __future__ import annotations
 
