@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,11 +57,18 @@ class PlainStack(FusablePlain):
         return layer.weight.view(len(layer.output_sizes), -1, layer.input_size)[parts].flatten(0, 1)
 
     def grouped_product(
-        self, layer: LinearBase, x: torch.Tensor, num_experts: int, *pairs: torch.Tensor, **more: Any
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        num_experts: int,
+        order: torch.Tensor,
+        starts: torch.Tensor,
+        gated: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
 
-        return grouped_linear(x, layer.weight.view(num_experts, -1, layer.input_size), *pairs, **more)
+        return grouped_linear(x, layer.weight.view(num_experts, -1, layer.input_size), order, starts, gated, out)
 
 
 PLAIN_STACK = PlainStack()

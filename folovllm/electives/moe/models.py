@@ -65,8 +65,9 @@ class MoeForCausalLM(LlamaForCausalLM):
         load = None if layers.counters is None else ExpertLoad(config, layers.counters)
         super().__init__(config, layers.having(own), max_model_len)
         moes = [cast(MoE, cast(LlamaDecoderLayer, layer).mlp) for layer in self.model.layers]
-        for part in (self, *moes):
-            part.load = load
+        self.load = load
+        for moe in moes:
+            moe.load = load
         self.held = moes[0].held
         self.has_stacks = False  # whether the checkpoint has a layer's experts in one tensor
         whole = 1 if getattr(config, "expert_parallel", False) else moes[0].sum.size
