@@ -106,6 +106,7 @@ ROWS: list[tuple[str, Any, str | None, str]] = [  # address, fields or a whole b
     (CHAT, schema(schema={"type": "no"}), "structured_outputs", "JSON schema that cannot be used: Invalid type"),
     (CHAT, schema(strict=1), "response_format", "strict: Expected `bool"),
     (C, {"structured_outputs": {"regexp": "a"}}, "structured_outputs", "unknown field 'regexp'"),
+    (C, {"structured_outputs": {"regex": ""}}, "structured_outputs", "regex must be a text that is not empty"),
 ]  # fmt: skip
 
 

@@ -25,7 +25,8 @@ def is_origin(text: str) -> bool:
     return ORIGIN.fullmatch(text) is not None and (port is None or int(port[1][:6]) <= 65535)
 
 
-RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (  # fields, what holds of each value, in words
+Rule = tuple[tuple[str, ...], Callable[[Any], object], str]  # fields, what holds of each value, and in words
+RULES: tuple[Rule, ...] = (
     (("port",), lambda value: 0 <= value < 65536, "between 0 and 65535"),
     (("max_queued_requests", "max_queued_tokens", "max_body_size", "grammar_memory"), lambda n: n >= 1, "at least 1"),
     (("grammar_seconds", "peer_seconds"), lambda value: 0 < value < inf, "above 0"),
