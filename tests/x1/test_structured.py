@@ -492,6 +492,7 @@ ALLOWED: list[tuple[dict[str, Any], str, int]] = [  # how many letters of a text
     # White space is bounded: in a schema, an embedded one too, and in a pattern of the user's.
     (EMBEDDED, "%json {[ 1 ,\n 1]7", 17),
     (EMBEDDED, "%json {[  1", 9),
+    ({"regex": ".*END"}, "any END", 7),  # an end that no walk finds by chance
     *(
         (form, "[" + " " * 40, 1 + most)
         for pattern, most in (("[ \\n]*", 16), (" {2,}", 18), (" +| ?", 17), ("[ *+]{0,3}", 3))
