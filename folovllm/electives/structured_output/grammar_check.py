@@ -20,14 +20,11 @@ from collections.abc import Collection
 from concurrent.futures import Executor
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from folovllm.distributed.children import import_path, python_command
 from folovllm.electives.structured_output import guidance
 from folovllm.electives.structured_output.params import GrammarLimits, StructuredOutputsParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = 2  # so that a cheap grammar need not wait for an expensive one
 MOST_KNOWN = 1024  # verdicts that are kept
@@ -48,9 +45,9 @@ class GrammarChecker:
         self._known: dict[bytes, str] = {}  # by a grammar's digest, what is wrong with it; the oldest first
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None  # to the process
-        self._setting: tuple[PreTrainedTokenizerBase, int, list[int]]  # set by `use`
+        self._setting: tuple[Any, int, list[int]]  # set by `use`
 
-    def use(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Collection[int]) -> None:
+    def use(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int]) -> None:
         """Check grammars for this tokenizer's tokens. Nothing is read before the first of them."""
         self._setting = tokenizer, vocab_size, sorted(end_ids) or [vocab_size - 1]
 

@@ -14,16 +14,13 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar
 from folovllm.electives.structured_output.json_schema import bounded_pattern, bounded_schema
 from folovllm.electives.structured_output.params import StructuredOutputsParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
 WHITESPACE = r" |\n {0,16}"
@@ -56,8 +53,8 @@ def library() -> Any:
     return llguidance
 
 
-def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer as its library writes it. Raises ValueError for one of another library."""
+def tokenizer_json(tokenizer: Any) -> str:
+    """A tokenizer of transformers as its library writes it. Raises ValueError for one of another library."""
     try:
         backend = copy(tokenizer.backend_tokenizer)
         backend.no_padding()
@@ -208,7 +205,8 @@ def require_way_on(asked: StructuredOutputsParams, source: str) -> None:
     """Raise ValueError if an answer may come to where nothing follows, or if no answer ends.
 
     Nothing in the library says so. So walks go through the grammar byte by byte, a while where chance leads, and then look for an
-    end. They prefer what leads far through a document in few steps, and every fourth one white space.
+    end. They prefer what leads far through a document in few steps, and every fourth one white space. A regular expression alone
+    has an end wherever it goes on, though chance may not find that of ".*END".
     """
     start, deadline = _matcher(_byte_tokenizer(), source), time.process_time() + BYTE_SECONDS
     ended = set[bool | None]()
@@ -219,7 +217,7 @@ def require_way_on(asked: StructuredOutputsParams, source: str) -> None:
         error = place.get_error()
         if error.startswith("Parser Error") or "too many expressions" in error:
             require_good(asked, error)
-        ended.add(finds_end(place, chance, 250 if seed else LONGEST_END, deadline))
+        ended.add(finds_end(place, chance, 250 if seed else LONGEST_END, deadline) or asked.regex is not None)
         error = place.get_error()
         if error.startswith("NoExtension") or "ff_tokens" in error:  # nothing follows, or the same for ever
             ended = {False}

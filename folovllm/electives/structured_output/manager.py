@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,9 +23,6 @@ from folovllm.request import Sequence
 from folovllm.sample.sampling_row import mask_width
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import SchedulerOutput
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("folovllm")
 MOST_GRAMMARS = 16  # that are kept: a large grammar takes up to 75 MB
@@ -60,7 +57,7 @@ class StructuredOutputManager:
     Speculative decoding calls `trim` and `forced` before a step. Nobody says when a sequence ends: sequences are held weakly.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._matchers: WeakKeyDictionary[Sequence, GrammarMatcher] = WeakKeyDictionary()
         # By the tokens that end a text, and are never in one: the library's tokenizer, and with the request what was compiled.
