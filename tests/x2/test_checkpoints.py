@@ -377,6 +377,6 @@ def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> No
 def test_codes_that_nothing_speaks_of(tmp_path: Path) -> None:
     coded, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, KINDS["fp8 blocks"][0], None)  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match="stored as float8_e4m3fn: quantized weights that config.json does not speak of"
+        ValueError, match=r"stored as float8_e4m3fn: quantized weights that config.json does not speak of"
     ):
         Driver(coded)

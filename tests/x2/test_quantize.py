@@ -76,23 +76,6 @@ def written(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest
     return kind, run(kind, tmp_path_factory.mktemp("out") / "model", text, model_of(kind))
 
 
-def plain_copy(report: Report, to: Path) -> Path:
-    """The folder once more, with the weights that its codes stand for: as other programs read them."""
-    stored = {k: v for file in report.folder.glob("*.safetensors") for k, v in load_file(file).items()}
-    tensors: dict[str, torch.Tensor] = {}
-    for part in {name.rpartition(".")[0] for name in stored}:
-        own = {name.rpartition(".")[2]: t for name, t in stored.items() if name.rpartition(".")[0] == part}
-        if own.keys() - {"weight", "bias"}:
-            own = {"weight": as_other_readers(own), **{kind: t for kind, t in own.items() if kind == "bias"}}
-        tensors |= {f"{part}.{kind}": t.contiguous() for kind, t in own.items()}
-    config = json.loads((report.folder / "config.json").read_text())
-    del config["quantization_config"]
-    to.mkdir()
-    (to / "config.json").write_text(json.dumps(config))
-    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return to
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_stand_for_the_weights_that_they_were_made_of(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -104,16 +87,14 @@ def test_codes_stand_for_the_weights_that_they_were_made_of(kind: str) -> None:
     assert (found - w).norm() < 0.2 * w.norm(), "so much is off where codes or scales are in another's place"
 
 
-def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Path, tmp_path: Path) -> None:
-    """Its logits are those of the numbers that the codes stand for, and its perplexity is the one that was printed."""
+def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Path) -> None:
+    """Its perplexity is the one that was printed, of the weights that the codes stand for."""
     kind, report = written
-    coded, plain = Driver(report.folder), Driver(plain_copy(report, tmp_path / "plain"))
-    (ids,) = prompts([20])
-    assert_logits_equal(coded.step({0: ids})[0], plain.step({0: ids})[0])
+    coded = Driver(report.folder)
     rows = rows_of(report.folder, coded.config, options(kind), text)
     assert report.quality is not None
     losses = token_losses(logits_of(coded.model, rows[1]), rows[1])
-    assert perplexity(losses) == pytest.approx(report.quality.after, rel=1e-3)
+    assert perplexity(losses) == pytest.approx(report.quality.after, rel=1e-5)
     assert report.quality.tokens == rows[1][:, 1:].numel()
 
 

@@ -113,8 +113,6 @@ class Fp8(Quantized):
         if not self.multiplies_fp8(layer, layer.input_size):
             return super().fused(layer, x, norm_eps, gated, residual)
         from folovllm.electives.quantization.kernels.quant_gemv import can_round, quant_gemv
-        from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
-        from folovllm.kernels.activation import silu_and_mul
 
         state = state_of(layer)
         if state.input_scale is None and can_round(x, self.group_of(layer.input_size)):
@@ -122,6 +120,9 @@ class Fp8(Quantized):
         y = self.multiply(layer, self.round(layer, x, norm_eps), residual)
         if not gated:
             return y
+        from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
+        from folovllm.kernels.activation import silu_and_mul
+
         inputs = y.shape[1] // 2  # of the next product
         if not (self.rounds_gated and self.multiplies_fp8(layer, inputs)):
             return silu_and_mul(y)

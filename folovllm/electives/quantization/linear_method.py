@@ -261,11 +261,12 @@ class Quantized(FusableLinearMethod):
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        from folovllm.electives.quantization.kernels.int4_linear import int4_linear
         from folovllm.electives.quantization.kernels.quant_gemv import is_supported, quant_gemv
 
         w, columns = self.weight_of(layer), state_of(layer).columns
-        if w.weight.dtype == torch.int32 and (x.itemsize != 2 or w.columns % FULL or not is_supported(x)):
+        if self.layout.dtype == torch.int32 and (x.itemsize != 2 or w.columns % FULL or not is_supported(x)):
+            from folovllm.electives.quantization.kernels.int4_linear import int4_linear
+
             return int4_linear(x, w.weight, w.scale, w.zeros, norm_eps, gated, residual, columns)
         return quant_gemv(x, w, norm_eps, gated, residual, columns)
 
