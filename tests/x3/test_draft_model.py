@@ -104,12 +104,12 @@ def test_who_is_not_asked_makes_room(alone: LLM) -> None:
 
 def test_a_chain_writes_to_no_block_of_another_sequence(alone: LLM) -> None:
     """It goes on behind what was asked for one that gets few tokens beside one that gets many, in a row that another had."""
-    proposer, spec = drafter(), SAMPLING["greedy"]
+    proposer, spec = drafter(num_blocks=16), SAMPLING["greedy"]
     long, texts = [i % VOCAB_SIZE for i in range(20)], {seq_id: [5 + seq_id, 6, 7] for seq_id in (1, 2)}
     proposer.propose_all([state(0, long, spec), state(1, texts[1], spec)], [2, 2])
     proposer.finish(0)
-    texts[1] = long
-    proposer.propose(state(1, texts[1], spec), 2)  # its blocks were those of 0
+    texts[1] += long[3:]
+    proposer.propose(state(1, texts[1], spec), 2)  # with blocks that were those of 0
     both = [state(seq_id, text, spec) for seq_id, text in texts.items()]
     for _ in range(2):
         drafts = proposer.propose_all(both, [12, 1])
