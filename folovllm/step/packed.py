@@ -238,14 +238,6 @@ class StepPacker:
         ]
         return np.array(asked, np.int32).reshape(-1, 2).T
 
-    def is_special(self, scheduled_seqs: Sequence[ScheduledSequence]) -> bool:
-        """Return whether some of these rows sample with more than temperature and noise. They must have been packed before."""
-        return any(scheduled.row in self._special for scheduled in scheduled_seqs)
-
-    def reports_logprobs(self, scheduled_seqs: Sequence[ScheduledSequence]) -> bool:
-        """Return whether some of these rows report log-probabilities. They must have been packed before."""
-        return any(scheduled.row in self._logprobs for scheduled in scheduled_seqs)
-
     def _new_specs(self, new: Mapping[int, SamplingSpec]) -> SamplingUpdate:
         """Store the sampling parameters of rows with a new sequence, and return the update for the devices."""
         if not new:

@@ -107,16 +107,9 @@ class GraphPool:
         """Return a pool of the same kind with memory of its own."""
         return GraphPool(self._device, self._had_dry_run)
 
-    def capture(
-        self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None], from_host: bool = False
-    ) -> StepGraph:
-        """Capture `work` on a static input like `padding`. `work` may run with it now, and must change no request's state.
-
-        `from_host`: the static input is in host memory, and `work` begins by copying it. So a replay is a single launch, but
-        the previous replay must have ended before.
-        """
-        on_host = torch.from_numpy(padding)
-        static_input = on_host.to(self._device) if not from_host or self._shared is None else on_host.pin_memory()
+    def capture(self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None]) -> StepGraph:
+        """Capture `work` on a static input like `padding`. `work` may run with it now, and must change no request's state."""
+        static_input = torch.from_numpy(padding).to(self._device)
         graph = CpuGraph(static_input) if self._shared is None else CudaGraph(static_input, *self._shared)
         with torch.inference_mode():
             graph.capture(work)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
+from folovllm.electives.spec_decode.chain_proposer import HeadProposer
 from folovllm.electives.spec_decode.draft_steps import draft_buckets
-from folovllm.electives.spec_decode.head_proposer import HeadProposer
 from folovllm.electives.spec_decode.proposer import RowState
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput

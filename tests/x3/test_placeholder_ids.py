@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from folovllm.apps.inspector.recorder import Recorder
-from folovllm.electives.spec_decode.multi_step import DraftTokens
+from folovllm.electives.spec_decode.chain import DraftTokens
 from folovllm.engine.events import Event, StepEnded
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ def test_requests_that_are_aborted_between_two_steps() -> None:
 def test_names() -> None:
     drafted = DraftTokens(100, 3, 4, torch.device("cpu"))
     assert drafted.placeholder_ids.tolist() == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109, 110, 111]]
-    drafted.sampled[:] = drafted.host[:] = torch.arange(40, 52).view(3, 4)
+    drafted.write(torch.arange(40, 52).view(3, 4))
     tokens = np.array([-1, 0, 99, 100, 111], np.int32)
     assert drafted.resolve(tokens).tolist() == [-1, 0, 99, 40, 51], "what is in flight stays"
     on_device = torch.from_numpy(tokens.copy())

@@ -8,23 +8,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.electives.spec_decode.proposer import Proposer, RowState
+from folovllm.electives.spec_decode.chain import Sample
+from folovllm.electives.spec_decode.chain_proposer import ChainProposer
+from folovllm.electives.spec_decode.heads import chain_places
+from folovllm.electives.spec_decode.proposer import RowState
 from folovllm.engine.setup import EngineSetup, set_up
+from folovllm.executor.abstract import Executor
 from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.models.model_config import num_linear_of, num_positions
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, TokenIds
-
-if TYPE_CHECKING:
-    from folovllm.electives.spec_decode.multi_step import DraftTokens, MultiStepExecutor
+from folovllm.worker.model_runner import ModelRunner
 
 MEMORY_SHARE = 0.05  # of the memory, for the K/V of a draft model
+AHEAD = 64  # tokens for which a sequence gets more blocks than it needs
+
+
+class DraftModelRunner(ModelRunner):
+    """A `ModelRunner` that also runs chains."""
+
+    def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
+        """Decode `k` tokens as `Drafter.chain`. The last one is computed, too, so that K/V of the whole draft are there.
+
+        A chain may be longer than a sequence has blocks. Then its K/V go to block 0, which is no sequence's.
+        """
+        setup = self._setup
+        first = torch.where(batch.seq_lens > 0, batch.positions + 1, -1)
+        positions, slots = chain_places(first, batch.block_tables, setup.block_size, k + 1)
+        positions = positions.clamp(max=setup.max_model_len - 1)
+        lens = torch.where(first < 0, 0, positions + 1).int()
+        tokens = [batch.input_ids]
+        for i in range(k + 1):
+            lens_host = [
+                n and min(n + i, setup.max_model_len) for n in batch.seq_lens_host
+            ]  # none in a capture on a GPU
+            step = replace(
+                batch, input_ids=tokens[-1], positions=positions[i], slot_mapping=slots[i], seq_lens=lens[i],
+                seq_lens_host=lens_host,
+            )  # fmt: skip
+            if i == k:
+                self.forward_hidden(step)
+            else:
+                tokens.append(sample(self.forward(step), i))
+        return torch.stack(tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,78 +85,62 @@ class Draft:
         self.num_known, self.tokens = len(state.token_ids), []
 
 
-class DraftModel(Proposer):
-    """Drafts by decoding with a small model, which has an executor and blocks of its own and no scheduler.
+class DraftModel(ChainProposer):
+    """Drafts by chains of a small model, which has an executor and blocks of its own and no scheduler.
 
     A sequence for which there is no row or block gets no draft. A sequence that is not asked about may lose its row and blocks;
     then it is computed again when it is asked about.
     """
 
-    def __init__(self, executor: MultiStepExecutor, setup: EngineSetup, hand_over: DraftTokens | None = None) -> None:
-        """`executor` runs the small model, which `setup` describes.
-
-        `hand_over`: where the model that verifies finds the tokens. Drafts then consist of placeholder ids.
-        """
-        self._executor, self._hand_over = executor, hand_over
-        self._budget, self._max_model_len = setup.max_num_batched_tokens, setup.max_model_len
-        self._rows, self._block_size = list(range(setup.max_num_seqs)), setup.block_size
-        self._free = list(range(executor.num_kv_blocks))
+    def __init__(self, executor: Executor, setup: EngineSetup, uses_placeholders: bool = False) -> None:
+        """`executor` runs the small model, which `setup` describes."""
+        super().__init__(setup.vocab_size, setup.max_num_seqs, uses_placeholders)
+        self._executor, self._setup = executor, setup
+        self._most_blocks = -(-setup.max_model_len // setup.block_size)  # of a sequence
+        self._rows = list(range(setup.max_num_seqs))
+        self._free = list(range(1, executor.num_kv_blocks))  # block 0: see `DraftModelRunner.chain`
         self._drafts: dict[int, Draft] = {}  # by seq_id; the one asked about last stands at the end
-        self._unresolved: list[Draft] = []  # those whose tokens may be placeholder ids: of the last multi-step decode
-
-    def propose(self, state: RowState, k: int) -> list[int]:
-        return self.propose_all([state], [k])[0]
+        self._unresolved: list[Draft] = []  # those of the last chain, whose tokens may be placeholder ids
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """Return the drafts: one step over what the texts have grown by, where that is much, and then a multi-step decode."""
-        self._learn()
+        """Return the drafts: one step over what the texts have grown by, where the chain before lacks that, and then a chain."""
+        for draft in self._unresolved:  # the ids mean other tokens when the next chain begins
+            draft.tokens = self.resolve(draft.tokens)
         asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
         keep = {state.seq_id for state, _ in asked}
         others = iter([seq_id for seq_id in self._drafts if seq_id not in keep])
-        placed = [(state, k) for state, k in asked if self._place(state, k, others)]
-        written = self._write(self._catch_up(placed))
-        self._unresolved = [self._drafts[seq_id] for seq_id in written]
-        for draft, tokens in zip(self._unresolved, written.values(), strict=True):
-            draft.tokens = tokens
+        ready = self._catch_up([(state, k) for state, k in asked if self._place(state, k, others)])
+        self._unresolved = [self._drafts[state.seq_id] for state, _ in ready]
+        if ready:
+            newest = [self._scheduled(state, state.token_ids[-1:], 1) for state, _ in ready]
+            found = self._run_chain(self._executor, newest, [(1, 1 + k) for _, k in ready])
+            for draft, tokens in zip(self._unresolved, found, strict=True):
+                draft.tokens = tokens
+                draft.num_cached += len(tokens)
+        written = {state.seq_id: draft.tokens for (state, _), draft in zip(ready, self._unresolved, strict=True)}
         return [written.get(state.seq_id, []) for state in states]
 
-    def resolve(self, draft: Sequence[int]) -> list[int]:
-        if self._hand_over is None:
-            return list(draft)
-        return self._hand_over.resolve(np.array(draft, np.int32)).tolist()
-
-    def _learn(self) -> None:
-        """Resolve the tokens of the last multi-step decode: its placeholder ids mean others when the next one begins."""
-        tokens = self.resolve([token for draft in self._unresolved for token in draft.tokens])
-        for draft in self._unresolved:
-            count = len(draft.tokens)
-            draft.tokens, tokens = tokens[:count], tokens[count:]
-        self._unresolved = []
-
     def finish(self, seq_id: int) -> None:
-        self._drop(seq_id)
+        if (draft := self._drafts.pop(seq_id, None)) is not None:
+            self._rows.append(draft.row)
+            self._free += draft.blocks
 
     def close(self) -> None:
         self._executor.shutdown()
 
-    def _drop(self, seq_id: int) -> None:
-        draft = self._drafts.pop(seq_id, None)
-        if draft is not None:
-            self._rows.append(draft.row)
-            self._free += draft.blocks
-
     def _place(self, state: RowState, k: int, others: Iterator[int]) -> bool:
         """Give `state` a row and blocks for `k` draft tokens, at need those of `others`, in turn. Return False if there are too few.
 
-        The last draft token is sampled and not computed.
+        It gets more blocks than it needs while half of all are free, since a step must tell the device of new ones.
         """
-        length = len(state.token_ids) + k - 1
-        if length > self._max_model_len:
+        size, length = self._setup.block_size, len(state.token_ids) + k
+        if length - 1 > self._setup.max_model_len:
             return False
         draft = self._drafts.pop(state.seq_id, None)
-        missing = -(-length // self._block_size) - len(draft.blocks if draft else ())
+        num_blocks = len(draft.blocks) if draft else 0
+        missing = min(-(-length // size), self._most_blocks) - num_blocks
         while (len(self._free) < missing or not (draft or self._rows)) and (other := next(others, None)) is not None:
-            self._drop(other)
+            self.finish(other)
         if draft is None:
             if not self._rows:
                 return False
@@ -134,69 +148,46 @@ class DraftModel(Proposer):
         self._drafts[state.seq_id] = draft  # at the end
         if len(self._free) < missing:
             return False
-        draft.blocks += [self._free.pop() for _ in range(missing)]
+        if missing > 0:
+            spare = max(0, len(self._free) - missing - self._executor.num_kv_blocks // 2)
+            missing += min(-(-AHEAD // size), spare, self._most_blocks - num_blocks - missing)
+            draft.blocks += [self._free.pop() for _ in range(missing)]
         return True
 
     def _catch_up(self, placed: list[tuple[RowState, int]]) -> list[tuple[RowState, int]]:
-        """Compute what texts have before their newest tokens, and send new rows to the device. Return those that can be drafted for.
+        """Compute what texts have before their newest tokens, and send new rows and blocks to the device. Return those that can be drafted for.
 
-        Behind a draft that was accepted as a whole two tokens of a text are not computed, and else one. The multi-step decode
-        computes these. Of a text beyond the budget only a part is computed.
+        Of a text beyond the budget only a part is computed.
         """
-        budget, scheduled_seqs, ready = self._budget - len(placed), [], []
+        budget, scheduled_seqs, ready = self._setup.max_num_batched_tokens - len(placed), [], []
         for state, k in placed:
             draft = self._drafts[state.seq_id]
             draft.cut_back(state)
             missing = len(state.token_ids) - 1 - draft.num_cached
-            num_new = 0
-            if missing > 1 or draft.is_new:
+            if missing or draft.num_sent < len(draft.blocks):
                 num_new = min(max(1, missing), 1 + max(0, budget))
                 budget -= num_new - 1
                 tokens = state.token_ids[draft.num_cached : draft.num_cached + num_new]
-                scheduled_seqs.append(self._scheduled(state, tokens, num_new, 0))
-                draft.is_new = False
-            if num_new >= missing - 1:
+                scheduled_seqs.append(self._scheduled(state, tokens, 0))
                 draft.num_cached = min(draft.num_cached, len(state.token_ids) - 1)
+            if draft.num_cached == len(state.token_ids) - 1:
                 ready.append((state, k))
         if scheduled_seqs:
-            self._executor.submit(
-                SchedulerOutput(tuple(sorted(scheduled_seqs, key=lambda scheduled: scheduled.num_new_tokens)))
-            )
+            scheduled_seqs.sort(key=lambda scheduled: scheduled.num_new_tokens)
+            self._executor.submit(SchedulerOutput(tuple(scheduled_seqs)))
         return ready
 
-    def _write(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
-        """Return the drafts of a multi-step decode: its first steps compute what is left of the text, then come the draft tokens."""
-        left = {state.seq_id: state.token_ids[self._drafts[state.seq_id].num_cached :] for state, _ in ready}
-        writers = [(state, left[state.seq_id], len(left[state.seq_id]) - 1 + k) for state, k in ready]
-        writers.sort(key=lambda writer: -writer[2])  # so that each has the same place in all of its steps
-        if not writers:
-            return {}
-        steps = [
-            SchedulerOutput(
-                tuple(self._scheduled(state, tokens[i : i + 1], 1, 1) for state, tokens, end in writers if i < end)
-            )
-            for i in range(writers[0][2])
-        ]
-        run = self._executor.submit_steps(steps)
-        if self._hand_over is not None and run.placeholder_ids is not None:
-            sampled = run.placeholder_ids[:, : len(writers)].T.tolist()
-        else:
-            by_step = ([token for (token,) in step.token_ids] for step in run.wait())
-            sampled = [list(tokens) for tokens in zip_longest(*by_step)]
-        return {
-            state.seq_id: tokens[len(given) - 1 : end]
-            for tokens, (state, given, end) in zip(sampled, writers, strict=False)
-        }
-
-    def _scheduled(self, state: RowState, tokens: TokenIds, num_new: int, num_samples: int) -> ScheduledSequence:
-        """Return a step's part of a sequence: its next `num_new` tokens; without `tokens`, the one that the device sampled last."""
+    def _scheduled(self, state: RowState, tokens: TokenIds, num_samples: int) -> ScheduledSequence:
+        """Return a step's part of a sequence: its next `tokens`. A new row's table is sent whole: what it lacks is block 0."""
         draft = self._drafts[state.seq_id]
-        start, end = draft.num_cached, draft.num_cached + num_new
-        first, needed = draft.num_sent, -(-end // self._block_size)
-        draft.num_cached, draft.num_sent = end, max(first, needed)
-        blocks = tuple(draft.blocks[first:needed])
-        sampling = sampling_without_history(state.sampling) if draft.is_new else None
-        return ScheduledSequence(state.seq_id, draft.row, start, end, tokens, blocks, first, num_samples, sampling)
+        start, first, blocks, sampling = draft.num_cached, draft.num_sent, draft.blocks[draft.num_sent :], None
+        if draft.is_new:
+            blocks = blocks + [0] * (self._most_blocks - len(blocks))
+            sampling, draft.is_new = sampling_without_history(state.sampling), False
+        draft.num_cached, draft.num_sent = start + len(tokens), len(draft.blocks)
+        return ScheduledSequence(
+            state.seq_id, draft.row, start, draft.num_cached, tokens, tuple(blocks), first, num_samples, sampling
+        )
 
 
 def sampling_without_history(spec: SamplingSpec) -> SamplingSpec:
@@ -231,4 +222,4 @@ def draft_setup(setup: EngineSetup, model: str) -> EngineSetup:
     blocks_per_seq = -(-draft.max_model_len // draft.block_size)
     affordable = int(MEMORY_SHARE * memory) // (draft.block_size * draft.kv_bytes_per_token)
     num_blocks = max(blocks_per_seq, min(affordable, blocks_per_seq * draft.max_num_seqs))
-    return replace(draft, config=replace(draft.config, num_kv_blocks=num_blocks))
+    return replace(draft, config=replace(draft.config, num_kv_blocks=1 + num_blocks))

@@ -9,14 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from folovllm.electives.spec_decode import attention
+from folovllm.electives.spec_decode.chain import ChainGraphRunner, DraftTokens
+from folovllm.electives.spec_decode.chain_proposer import HeadProposer
 from folovllm.electives.spec_decode.config import SpeculativeConfig
-from folovllm.electives.spec_decode.draft_model import DraftModel, draft_setup
-from folovllm.electives.spec_decode.head_graphs import HeadGraphRunner
-from folovllm.electives.spec_decode.head_proposer import HeadProposer
-from folovllm.electives.spec_decode.head_runner import HeadModelRunner
+from folovllm.electives.spec_decode.draft_model import DraftModel, DraftModelRunner, draft_setup
+from folovllm.electives.spec_decode.head_runner import HeadGraphRunner, HeadModelRunner
 from folovllm.electives.spec_decode.head_setup import check_head, make_head
 from folovllm.electives.spec_decode.measure import clock_for, measure_drafting, measure_steps
-from folovllm.electives.spec_decode.multi_step import DraftTokens, MultiStepExecutor, MultiStepRunner
 from folovllm.electives.spec_decode.ngram import NgramProposer
 from folovllm.electives.spec_decode.policy import TRUSTED, AdaptiveLength, LengthPolicy
 from folovllm.electives.spec_decode.proposer import CompositeProposer, Proposer
@@ -27,6 +26,7 @@ from folovllm.electives.spec_decode.verify import DraftVerifier, max_samples
 from folovllm.electives.spec_decode.verify_runner import VerifyingModelRunner
 from folovllm.engine.build_packed import make_packed_worker
 from folovllm.engine.extension import Extension
+from folovllm.executor.packed_executor import LocalExecutor
 
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionBackend
@@ -53,9 +53,8 @@ class SpeculativeDecoding(Extension):
         config = self._config
         if config.head is not None:
             check_head(self.setup, config)
-        if "draft_model" in config.methods:
-            # A multi-step decode samples a token behind the draft, and may begin with one in flight.
-            self._drafted = DraftTokens.for_multi_step(config.num_speculative_tokens + 2, self.setup)
+        if "draft_model" in config.methods:  # which drafts the token in flight, too
+            self._drafted = make_draft_tokens(self.setup, config.num_speculative_tokens + 1)
         if isinstance(config.method, str):
             proposers = [self._make_proposer(name) for name in config.methods]
             self._proposer = proposers[0] if len(proposers) == 1 else CompositeProposer(proposers)
@@ -69,13 +68,11 @@ class SpeculativeDecoding(Extension):
         if name == "suffix":
             return SuffixProposer()
         if name == self._config.head:
-            num_rows = DraftTokens.num_rows(self.setup.max_num_seqs)
-            return HeadProposer(self.setup.vocab_size, num_rows, self.setup.config.packed_steps)
+            return HeadProposer(self.setup.vocab_size, self.setup.max_num_seqs, self.setup.config.packed_steps)
         assert self._config.model is not None and self._drafted is not None
         draft, config = draft_setup(self.setup, self._config.model), self.setup.config
         on_device = config.packed_steps and config.tensor_parallel_size == 1  # where the large model finds the drafts
-        executor = make_multi_step_executor(draft, self._drafted)
-        return DraftModel(executor, draft, self._drafted if on_device else None)
+        return DraftModel(make_draft_executor(draft, self._drafted), draft, on_device)
 
     def num_samples(self) -> int:
         """Return the samples of sequences with drafts, and one for each sequence that is admitted to the same step."""
@@ -102,9 +99,8 @@ class SpeculativeDecoding(Extension):
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
         """Return the graph runner with a verifier, which resolves placeholder ids of a draft model or a head."""
         if self._config.head is not None:  # every rank has its own
-            setup, num_lines = self.setup, self._config.num_speculative_tokens + 1
-            drafted = DraftTokens(setup.vocab_size, num_lines, DraftTokens.num_rows(setup.max_num_seqs), setup.device)
-            verifier = DraftVerifier(max_samples(setup.max_num_seqs), drafted)
+            drafted = make_draft_tokens(self.setup, self._config.num_speculative_tokens)
+            verifier = DraftVerifier(max_samples(self.setup.max_num_seqs), drafted)
             return partial(HeadGraphRunner, drafted=drafted, verifier=verifier)
         return partial(usual, verifier=DraftVerifier(max_samples(self.setup.max_num_seqs), self._drafted))
 
@@ -142,19 +138,26 @@ class SpeculativeDecoding(Extension):
 
 
 class Drafting(Extension):
-    """The extension of a draft model's own worker: several decode steps in one call."""
+    """The extension of a draft model's own worker."""
 
     def __init__(self, setup: EngineSetup, drafted: DraftTokens) -> None:
         super().__init__(setup)
         self._drafted = drafted
 
+    def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
+        """Return a runner of chains."""
+        return DraftModelRunner
+
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
-        """Return a runner that writes what it samples into `drafted`."""
-        return partial(MultiStepRunner, drafted=self._drafted)
+        """Return a runner that captures chains and writes what they sample into `drafted`."""
+        return partial(ChainGraphRunner, drafted=self._drafted)
 
 
-def make_multi_step_executor(setup: EngineSetup, drafted: DraftTokens) -> MultiStepExecutor:
-    """Return the executor of a draft model, which takes several decode steps in one call."""
-    worker, runner = make_packed_worker(setup, extension=Drafting(setup, drafted))
-    assert isinstance(runner, MultiStepRunner)
-    return MultiStepExecutor(setup.max_num_seqs, worker, runner)
+def make_draft_tokens(setup: EngineSetup, longest: int) -> DraftTokens:
+    """Return room for chains of up to `longest` tokens. `setup` describes the model that verifies."""
+    return DraftTokens(setup.vocab_size, longest + 1, setup.max_num_seqs, setup.device)
+
+
+def make_draft_executor(setup: EngineSetup, drafted: DraftTokens) -> LocalExecutor:
+    """Return the executor of a draft model."""
+    return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, extension=Drafting(setup, drafted)))

@@ -1,4 +1,4 @@
-"""The runner of a model with a draft head: each step stores the head's K/V, and a chain of drafts runs when asked for."""
+"""The runners of a model with a draft head: each step stores the head's K/V, and a chain of drafts runs when asked for."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from folovllm.attention.backends.registry import make_backend
 from folovllm.electives.spec_decode import pairing
+from folovllm.electives.spec_decode.chain import CHAIN, ChainGraphRunner, Sample
 from folovllm.electives.spec_decode.heads import KeptStates
 from folovllm.electives.spec_decode.verify_runner import VerifyingModelRunner
 from folovllm.engine.setup import EngineSetup
@@ -28,12 +29,13 @@ from folovllm.models.loader import Tensors, checkpoint_places, copy_weight, read
 from folovllm.models.messages import some_of
 from folovllm.models.model_config import head_dim_of, num_kv_heads_of
 from folovllm.sample.sampler import SamplingBatch
+from folovllm.sample.sampling_row import RowField
 from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.packed import PackedStep, Parts
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.worker.buckets import Bucket
 from folovllm.worker.input_batch import padded_tables
 
-CHAIN = "draft_chain"  # the key of a step's extras that asks for a chain in place of a step: one row, [0, k]
-Sample = Callable[[torch.Tensor, int], torch.Tensor]  # logits [S, V], draft 0 to k - 1 -> tokens [S] int64
 MakeHead = Callable[[LlamaForCausalLM], DraftHead]
 
 
@@ -159,11 +161,7 @@ class HeadModelRunner(VerifyingModelRunner):
         self.head.store(paired, replace(batch, positions=positions, slot_mapping=slots))
 
     def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
-        """Run the head `k` times from the hidden states that were kept: [k + 1, S] int64. Row 0 is `batch.input_ids`, row i the i-th draft tokens. Device work only.
-
-        Args:
-            batch: the newest tokens, which are not computed, as a batch of decodes.
-        """
+        """Run the head `k` times from the hidden states that were kept, as `Drafter.chain`."""
         size, spare = self._setup.block_size, (self._num_blocks, self._spare)
         tables, positions, slots, lens, hidden = self._pairing.start_chain(batch, k, self.kept, size, *spare)
         tokens, most_tokens = [batch.input_ids], tables.shape[1] * size
@@ -213,6 +211,27 @@ class HeadModelRunner(VerifyingModelRunner):
 
         found: list[list[int]] = self.chain(batch, k, sample).T.tolist()
         return found
+
+
+class HeadGraphRunner(ChainGraphRunner):
+    """A `ChainGraphRunner` around a `HeadModelRunner`."""
+
+    @property
+    def _inner(self) -> HeadModelRunner:
+        return cast(HeadModelRunner, self.inner)
+
+    def _forward(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """Run the model; at the end the head's K/V is complete."""
+        super()._forward(bucket, numbers)
+        self._inner.join_side_stream()
+
+    def _upload(self, step: PackedStep, bucket: Bucket | None) -> tuple[Parts[torch.Tensor], torch.Tensor]:
+        """Upload a step; rows that get another sequence drop their kept hidden states."""
+        parts, padded = super()._upload(step, bucket)
+        if count := step.sampling_updates.num_rows:
+            width = 1 + len(RowField)
+            self._inner.kept.forget(parts.sampling_updates[: count * width].view(count, width)[:, 0].long())
+        return parts, padded
 
 
 def head_attention(setup: EngineSetup, config: Any) -> Any:

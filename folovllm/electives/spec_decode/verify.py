@@ -18,7 +18,7 @@ from folovllm.step.packed import NOTHING
 from folovllm.worker.buckets import Bucket
 
 if TYPE_CHECKING:
-    from folovllm.electives.spec_decode.multi_step import DraftTokens
+    from folovllm.electives.spec_decode.chain import DraftTokens
     from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.pending_step import Ids
 
