@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 from folovllm.electives.kv_transfer.peers import PrefillClient, PrefillServer, make_pool
@@ -64,12 +64,12 @@ async def pair(
     shared = OPTIONS | (common or {})
     async with AsyncEngine(**shared) as prefill, AsyncEngine(**shared | other) as decode:
         both = Pair(prefill, decode, secret)
-        both.pool = await make_pool(decode)
-        both.server = PrefillServer(prefill, await make_pool(prefill), secret if theirs is None else theirs)
-        async with both.server.listening("127.0.0.1", 0) as both.port:
-            await both.ask(both.port)
-            yield both
-            await both.require_idle()
+        with closing(await make_pool(decode)) as both.pool, closing(await make_pool(prefill)) as own:
+            both.server = PrefillServer(prefill, own, secret if theirs is None else theirs)
+            async with both.server.listening("127.0.0.1", 0) as both.port:
+                await both.ask(both.port)
+                yield both
+                await both.require_idle()
 
 
 @asynccontextmanager

@@ -149,9 +149,8 @@ def test_the_folder_keeps_its_bound(tmp_path: Path) -> None:
 
 def test_a_slow_disk_holds_up_only_who_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"milestone": "m6", **SMALL, **OFFLOAD, "kv_offload_dir": str(tmp_path)}
-    first, others = rounds()[:2]
-    engine = make_engine(**fields)
-    expected = [answers(engine, first[:1])[0], answers(engine, others[:1])[0]]
+    engine, first = make_engine(**fields), rounds()[0]
+    expected = answers(engine, first[:2])
     engine.close()
     read = BlockFiles.read
 
@@ -161,16 +160,24 @@ def test_a_slow_disk_holds_up_only_who_waits_for_it(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(BlockFiles, "read", slowly)
     again = make_engine(**fields)
-    again.add_request("old", first[0].prompt, first[0].params, stream=False)
     tail = Request(prompts([11], seed=77)[0], PLAIN)
-    again.add_request("new", tail.prompt, tail.params, stream=False)
+    for name, request in (("old", first[0]), ("gone", first[1]), ("new", tail)):
+        again.add_request(name, request.prompt, request.params, stream=False)
     order, outputs = [], {}
+    again.step()
+    assert len(connector_of(again)._loads) == 2
+    again.abort_request("gone")
     while again.has_unfinished_requests():
         for output in again.step():
             order.append(output.request_id)
             outputs[output.request_id] = output
     assert order == ["new", "old"]
     assert list(outputs["old"].outputs[0].token_ids) == expected[0] and outputs["old"].num_cached_tokens == 24
+    while connector_of(again)._loads:
+        connector_of(again).get_finished()
+    assert_nothing_left(again)
+    settle(again)
+    assert COUNTS[again]["loaded_disk"] == 6, "what nobody waited for did not go to the device"
 
 
 def test_other_weights_find_nothing_of_before(tmp_path: Path) -> None:
@@ -195,7 +202,7 @@ def test_other_weights_find_nothing_of_before(tmp_path: Path) -> None:
     assert answers(make_engine(**fields), first) == before  # and no file is of the other weights
 
 
-@pytest.mark.parametrize("change", ["weights", "reset"])
+@pytest.mark.parametrize("change", ["weights", "reset", "abort"])
 def test_what_is_on_its_way_when_all_is_forgotten_does_not_count(change: str) -> None:
     engine, (first, others, *_) = make_engine(milestone="m6", **SMALL, **OFFLOAD), rounds()
     expected = answers(engine, first[:1])
@@ -205,6 +212,11 @@ def test_what_is_on_its_way_when_all_is_forgotten_does_not_count(change: str) ->
     assert connector_of(engine)._loads
     if change == "reset":
         engine.reset_prefix_cache()
+    elif change == "abort":
+        engine.abort_request("1")
+        assert_nothing_left(engine)
+        engine.add_request("1", first[0].prompt, first[0].params, stream=False)
+        connector_of(engine).reset()
     else:
         changed = {name: tensor * 1.25 for name, tensor in get_weights(engine).items()}
         fresh = make_engine(milestone="m6", **ROOMY)

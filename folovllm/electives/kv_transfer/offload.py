@@ -312,6 +312,8 @@ class OffloadConnector(KVConnector):
         kept += [*self._host.values(), *self._kv.blocks]
         work, step = [each for each in kept if each.hash is not None], min(FLUSHED, len(self._host))
         for i in range(0, len(work), step):
+            if any(self._writing):
+                return  # time is up; a block that waits for its turn must not be written a second time
             for each in work[i : i + step]:
                 self._write(each) if isinstance(each, Slot) else self.block_evicted(each)
             self._settle(deadline)

@@ -51,9 +51,7 @@ class Report(NamedTuple):
     """What has ended on a rank since it was asked last."""
 
     loads: dict[int, set[int]]  # by seq_id, also if its files were read: numbers of those that could not be
-    writes: list[
-        str | None
-    ]  # of each file what went wrong, "": nothing; None: its block had to leave before it was written
+    writes: list[str | None]  # what went wrong with each, "": nothing; None: its block left before its turn came
     disk_rate: float  # bytes a second, 0: nothing was read
 
 
@@ -122,12 +120,12 @@ class BlockStore:
         return busy
 
     def _write(self, file: BlockFile) -> None:
-        self.copies.wait_for([file.slot])
         try:
+            self.copies.wait_for([file.slot])
             self._files.write(file.key, file.token_ids, self._row(file))
             self._written.append("")
-        except OSError as error:
-            self._written.append(str(error))
+        except Exception as error:
+            self._written.append(str(error) or repr(error))
 
     def _read(self, file: BlockFile, busy: list[Future[None]]) -> None:
         """Raises ValueError if the file is not there, or not right."""
@@ -194,10 +192,8 @@ class GpuCopies(CpuCopies):
         self.room = count * self._chunk
         shape = 1 + count, self._chunk, *host.shape[1:]
         self._incoming, *self._buffers = torch.empty(shape, dtype=host.dtype, device=cache.device)
-        self._next, self._filled = (
-            cycle(range(count)),
-            dict[int, int](),
-        )  # how many blocks are in those that are not sent yet
+        self._next = cycle(range(count))  # the buffer to fill
+        self._filled: dict[int, int] = {}  # how many blocks are in each that is not sent yet
         self._sent: dict[int, Future[None]] = {}  # by buffer
         self._sent_to: dict[int, Future[None]] = {}  # by slot
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
