@@ -9,7 +9,6 @@ library computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,7 +23,8 @@ from tools.gpu import card_rates, microseconds_a_call, parser_of, print_row
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 SHAPES = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}  # [outputs, inputs] of an expert
 TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096)
-LAYERS, ROUNDS = 6, 4
+LAYERS = 6
+CALLS = [*range(LAYERS)] * 4  # the layers in turn
 FORMATS = ("bf16", "fp8", "int8", "int4")
 Weights = torch.Tensor | QuantizedWeight
 
@@ -47,11 +47,6 @@ def weights_of(format: str, part: str) -> Weights:
 def bytes_of(weight: Weights) -> int:
     """What a product must read of it."""
     return weight.weight.nbytes + weight.scale.nbytes if isinstance(weight, QuantizedWeight) else weight.nbytes
-
-
-def microseconds_a_layer(work: Callable[[int], object], replays: int = 20) -> float:
-    """Median time of `work(layer)`, of all layers in one graph, some rounds."""
-    return microseconds_a_call(work, [*range(LAYERS)] * ROUNDS, replays)
 
 
 class Work:
@@ -103,8 +98,8 @@ def measure(format: str, tokens_of: list[int], rate: float) -> None:
     print_row(f"{format}, us", *titles)
     for tokens in tokens_of:
         work = Work(tokens, layers)
-        parts = [microseconds_a_layer(part) for part in (work.choose, work.up, work.back, work.add, work.all)]
-        read, dense = int((work.starts.diff() > 0).sum()), microseconds_a_layer(partial(work.dense, plain))
+        parts = [microseconds_a_call(part, CALLS) for part in (work.choose, work.up, work.back, work.add, work.all)]
+        read, dense = int((work.starts.diff() > 0).sum()), microseconds_a_call(partial(work.dense, plain), CALLS)
         floor = 1e6 * read * each / rate
         print_row(f"{tokens}", *parts, read, floor, dense, f"{max(floor, dense) / (parts[1] + parts[2]):.0%}")
 

@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 from milestones.manifest import Course
-from milestones.tasks import Exercise
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("folovllm", "milestones", "tests", "notebooks", "docs", "pyproject.toml")
@@ -51,11 +50,6 @@ class Learner:
         return seconds
 
 
-def limit(exercise: Exercise) -> float:
-    """Seconds that the second test of an exercise may take."""
-    return 15 if exercise.id in RANKS else 3 if exercise.milestone < "m6" else float("inf")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ids", nargs="*", default=[f"m{number}" for number in range(1, 7)])
@@ -81,7 +75,8 @@ def main() -> int:
             for _ in range(2):
                 seconds.append(learner.types("test", exercise.id, "-q", printed=False))
                 time.sleep(options.pause)
-            mark = "*" if seconds[1] > limit(exercise) else ""
+            limit = 15 if exercise.id in RANKS else 3 if exercise.milestone < "m6" else float("inf")
+            mark = "*" * (seconds[1] > limit)
             slow += bool(mark)
             print(f"{exercise.id:24}{seconds[0]:7.1f}{seconds[1]:8.1f} {mark}", flush=True)
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""

@@ -4,6 +4,10 @@ Milliseconds of a decode step by how its tokens are sampled, and of prompts from
 Engines are presets (`--compare m6,m6:quantization=int4`), each in every format of its checkpoint (`--formats`) and on every
 number of GPUs (`--ranks`). Each round has all engines at each point, and every second round has them in the other order. The
 table: medians, and the median over the rounds of the first engine's time divided by this one's (above 1: faster).
+
+`--kernels` prints what the steps of each point are made of: each kernel, how often it is called a step and its microseconds a
+call, in the model itself, where no layer's weights are found in the L2 cache. Nothing else is printed then. The floor of a kernel
+is the bytes that it moves, divided by the rate of a copy, which is printed first.
 """
 
 from __future__ import annotations
@@ -12,11 +16,14 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from folovllm.apps.bench.contenders import parse_contenders
 from folovllm.apps.bench.serve import finish, running
@@ -25,9 +32,10 @@ from folovllm.electives.quantization.config import compressed_config
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
 from tools.beside_vllm import WEIGHTS
-from tools.gpu import in_turns, parser_of, print_row, random_weights
+from tools.gpu import card_rates, in_turns, parser_of, print_row, random_weights
 
-PROMPT, SETTLE, STEPS, TIMES = 128, 20, 100, 5
+PROMPT, SETTLE, STEPS, TIMES, KERNELS = 128, 20, 100, 5, 30
+Watch = Callable[[int], AbstractContextManager[None]]  # of so many steps
 # With as many blocks several engines fit on a card.
 COMMON = {"block_size": 16, "num_kv_blocks": 4400, "max_model_len": 16_384, "max_num_batched_tokens": 16_384}
 PLAIN, GROUPS_OF_32 = "16-bit", {"strategy": "group", "group_size": 32}  # as Q8_0 and Q4_0 of a GGUF file become
@@ -60,7 +68,23 @@ def timed_steps(engine: LLMEngine, count: int) -> list[float]:
     return [1000 * (after - before) for before, after in pairwise(times)]
 
 
-def step_time(engine: LLMEngine, num_seqs: int, kind: str = "plain") -> float:
+def unwatched(steps: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@contextmanager
+def kernels_shown(steps: int) -> Iterator[None]:
+    """Print the kernels of what runs in the block, which are so many steps: the longest first."""
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        yield
+    times = {each: each.self_device_time_total if on_gpu else each.self_cpu_time_total for each in found.key_averages()}
+    print_row("  kernel", "us a step", "calls a step", "us a call")
+    for each in sorted(times, key=lambda each: -times[each])[:KERNELS]:
+        print_row(f"  {each.key[:33]}", times[each] / steps, each.count / steps, times[each] / each.count)
+
+
+def step_time(engine: LLMEngine, num_seqs: int, kind: str = "plain", watch: Watch = unwatched) -> float:
     """Return the milliseconds of a decode step."""
     first, rest = KINDS[kind]
     for i in range(num_seqs):
@@ -68,35 +92,38 @@ def step_time(engine: LLMEngine, num_seqs: int, kind: str = "plain") -> float:
         params = SamplingParams(temperature=0.7, seed=i, ignore_eos=True, max_tokens=SETTLE + STEPS + 8, **own)
         engine.add_request(f"r{i}", [(37 * i + j) % 4000 for j in range(PROMPT)], params, stream=False)
     timed_steps(engine, SETTLE)
-    times = timed_steps(engine, STEPS)
+    with watch(STEPS):
+        times = timed_steps(engine, STEPS)
     finish(engine)
     engine.reset_prefix_cache()
     return median(times)
 
 
-def prompts_time(engine: LLMEngine, length: int, count: int = 1) -> float:
+def prompts_time(engine: LLMEngine, length: int, count: int = 1, watch: Watch = unwatched) -> float:
     """Return the milliseconds of prompts of one length that come together, from their arrival to their tokens."""
     times, params = [], SamplingParams(max_tokens=1, ignore_eos=True)
     for number in range(TIMES + 1):  # the first one warms up
         rng = random.Random(f"{length} {number}")
         prompts = [[rng.randrange(4000) for _ in range(length)] for _ in range(count)]
-        began = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            engine.add_request(f"p{number}.{i}", prompt, params, stream=False)
-        finish(engine)
-        times.append(1000 * (time.perf_counter() - began))
+        with watch(1) if number == TIMES else nullcontext():
+            began = time.perf_counter()
+            for i, prompt in enumerate(prompts):
+                engine.add_request(f"p{number}.{i}", prompt, params, stream=False)
+            finish(engine)
+            times.append(1000 * (time.perf_counter() - began))
     engine.reset_prefix_cache()
     return median(times[1:])
 
 
 def points_of(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[LLMEngine], float]]]:
     """What is measured of an engine, by name."""
+    watch = kernels_shown if args.kernels else unwatched
     for num_seqs in args.num_seqs:
         for kind in args.kinds:
-            yield f"{num_seqs:>4} {kind}", partial(step_time, num_seqs=num_seqs, kind=kind)
+            yield f"{num_seqs:>4} {kind}", partial(step_time, num_seqs=num_seqs, kind=kind, watch=watch)
     for prompts in args.prompts:
         count, _, length = prompts.rpartition("x")
-        yield f"prompts: {prompts}", partial(prompts_time, length=int(length), count=int(count or 1))
+        yield f"prompts: {prompts}", partial(prompts_time, length=int(length), count=int(count or 1), watch=watch)
 
 
 def main() -> None:
@@ -111,7 +138,10 @@ def main() -> None:
         "--prompts", nargs="*", default=[], help="tokens of a prompt, or 8x2048: of eight that come together"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kernels", action="store_true", help="show them in place of times")
     args = parser.parse_args()
+    if args.kernels:
+        card_rates()
     engines: dict[str, LLMEngine] = {}
     with ExitStack() as stack:
         for weights in args.formats:
@@ -124,6 +154,11 @@ def main() -> None:
                     print(f"{name} started in {time.perf_counter() - began:.1f} s", flush=True)
         points = dict(points_of(args))
         times: dict[str, dict[str, list[float]]] = {point: {name: [] for name in engines} for point in points}
+        if args.kernels:
+            for name, point in product(engines, points):
+                print(f"{name}, {point}")
+                points[point](engines[name])
+            return
         for number, name in in_turns(list(engines), args.rounds):
             for point, measure in points.items():
                 times[point][name].append(measure(engines[name]))

@@ -166,18 +166,16 @@ def judge(engine: LLMEngine, prompts: list[list[int]], texts: list[Text]) -> Ite
             times.append(replay(free, steps, answer[:1]) / len(steps))
             same &= sampled.tolist() == answer[1:]
         own.append(seconds)
-        found.append(
-            (mean(times[WARM_UPS:]), errors(logits.cpu(), exact, tokens[1:]), errors(rounded, exact, tokens[1:]))
-        )
+        both = (errors(each, exact, tokens[1:]) for each in (logits.cpu(), rounded))
+        found.append((mean(times[WARM_UPS:]), *both))
     graph, ours, theirs = (np.stack(each) for each in zip(*found, strict=True))
     (kl, log), ends = (ours - theirs).mean(0), [upper_end(gaps) for gaps in (ours - theirs).T]
     verdict = "passes" if max(ends) <= 0 else "fails"
     yield f"FoloVLLM, one graph of {len(steps)} steps {1e6 * graph.mean():11.2f} {kl:+25.4e} {log:+18.4e}   {verdict}"
     yield f"FoloVLLM, the engine's steps {1e6 * mean(own):15.2f}"
     yield "upper ends of the 95% intervals: {:+.4e}, {:+.4e}".format(*ends)
-    yield "errors of FoloVLLM: {:.4e}, {:.4e}; of Hugging Face's bfloat16: {:.4e}, {:.4e}".format(
-        *ours.mean(0), *theirs.mean(0)
-    )
+    means = *ours.mean(0), *theirs.mean(0)
+    yield "errors of FoloVLLM: {:.4e}, {:.4e}; of Hugging Face's bfloat16: {:.4e}, {:.4e}".format(*means)
     yield f"all replays gave the tokens of the engine's own steps: {'yes' if same else 'NO'}"
 
 

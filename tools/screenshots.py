@@ -73,9 +73,8 @@ def take(browser: Any, picture: Picture, folder: Path) -> Path:
     """Show a picture's page at its moment, and write what is seen."""
     out = PICTURES / f"{picture.name}.png"
     with shown(browser, picture, folder) as page:
-        page.evaluate(
-            f"inspector.player.go(inspector.player.clock.tickOf(inspector.lanes[0].recording, {picture.moment}))"
-        )
+        tick = f"inspector.player.clock.tickOf(inspector.lanes[0].recording, {picture.moment})"
+        page.evaluate(f"inspector.player.go({tick})")
         for key in picture.keys:
             page.keyboard.press(key)
         page.evaluate(DRAWN)

@@ -38,16 +38,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command in ("new", "stamp") and not options.files:
         parser.error(f"{options.command} which files?")
     if options.command == "status":
-        return status(chosen)
-    if options.command == "notebooks":
-        for pair in chosen:
-            notebook(pair)
-        return 0
-    if options.command == "check":
-        return check(chosen, options.release)
+        status(chosen)
     for pair in chosen:
-        new(pair) if options.command == "new" else stamp(pair, options.section)
-    return check(chosen, release=False) if options.command == "stamp" else 0
+        if options.command == "notebooks":
+            notebook(pair)
+        elif options.command == "new":
+            new(pair)
+        elif options.command == "stamp":
+            stamp(pair, options.section)
+    return check(chosen, options.release) if options.command in ("stamp", "check") else 0
 
 
 def _chosen(files: list[str]) -> list[Pair]:
@@ -59,7 +58,7 @@ def _chosen(files: list[str]) -> list[Pair]:
     return [pair for pair in every if not files or {pair.target, pair.source} & {*paths}]
 
 
-def status(chosen: list[Pair]) -> int:
+def status(chosen: list[Pair]) -> None:
     """A line for each file that is not in step; of those that were begun, its sections."""
     total: Counter[str] = Counter()
     for pair in chosen:
@@ -71,7 +70,6 @@ def status(chosen: list[Pair]) -> int:
         elif wrong:
             print(f"{pair}: " + ", ".join(f"{state} {name}" for name, state in wrong.items()))
     print(", ".join(f"{total[state]} {state}" for state in ("current", *WRONG)))
-    return 0
 
 
 def new(pair: Pair) -> None:

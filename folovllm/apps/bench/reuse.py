@@ -71,8 +71,9 @@ def bench_sharing(
     with engine_for(contender, prefix + TAIL + output_len, enable_prefix_caching=True) as engine:
         rng, config = random.Random(0), used_settings(engine.setup.config)
         off, on = (
-            Run(f"the cache {word}", config | {"enable_prefix_caching": word == "on"}, {}) for word in ("off", "on")
+            Run(f"the cache {is_on}", config | {"enable_prefix_caching": is_on == "on"}, {}) for is_on in ("off", "on")
         )
+        found = {}
         for name, num_heads in (("prefix shared", 1), ("nothing shared", count)):
             heads = [random_ids(rng, prefix, engine) for _ in range(num_heads)] * (count // num_heads)
             requests = [BenchRequest(head + random_ids(rng, TAIL, engine), output_len) for head in heads]
@@ -81,7 +82,8 @@ def bench_sharing(
             pairs = [[serve(engine, load, caching, clock) for caching in (False, True)] for _ in range(repeats)]
             for run, seen in zip((off, on), zip(*pairs, strict=True), strict=True):
                 run.metrics[name] = Metric.of([load.output_tokens / seconds for seconds, _ in seen], "tok/s")
-            on.metrics[f"tokens found, {name}"] = Metric.of([100 * hit_rate for _, (_, hit_rate) in pairs], "%")
+            found[name] = Metric.of([100 * hit_rate for _, (_, hit_rate) in pairs], "%")
+        on.metrics["tokens found, prefix shared"] = found["prefix shared"]
     return Result("reuse", load.describe(), [off, on])
 
 
