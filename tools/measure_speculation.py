@@ -70,7 +70,7 @@ def answer(llm: LLM, prompts: list[str], params: list[SamplingParams], batch: in
 
 def compare(plain: LLM, speculating: LLM, name: str, batch: int, args: argparse.Namespace) -> str:
     """A line about a set."""
-    work = *requests(plain, name, args.temperature, batch), batch
+    work = *requests(plain, name, args.temperature, 4 * batch), batch
     counts = speculating.engine.scheduler.speculation
     before = counts.num_draft_tokens, counts.num_accepted, counts.num_drafts
     found: dict[LLM, list[Answers]] = {plain: [], speculating: []}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from folovllm.config import EngineConfig
 from folovllm.electives.spec_decode.draft_model import DraftModel
@@ -15,6 +16,7 @@ from folovllm.engine.setup import set_up
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SamplingSpec
+from folovllm.worker.device_tables import DeviceTables
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 
 LENGTH, BLOCK, BUDGET = 64, 4, 24
@@ -48,6 +50,16 @@ def written(alone: LLM, state: RowState, k: int) -> list[int]:
     return list(alone.generate([state.token_ids.tolist()], params)[0].outputs[0].token_ids)
 
 
+UNPACK = DeviceTables._unpack
+
+
+def unpacked_as_on_a_gpu(tables: DeviceTables, fields: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """With somebody else's block in each entry behind the sequence: the kernel leaves them as they are."""
+    input_ids, positions, slots, blocks = UNPACK(tables, fields)
+    behind = torch.arange(blocks.shape[1], device=blocks.device) > positions[:, None] // BLOCK
+    return input_ids, positions, slots, blocks.masked_fill(behind, 1)
+
+
 def state(seq_id: int, tokens: list[int], spec: SamplingSpec) -> RowState:
     return RowState(seq_id, np.array(tokens, np.int32), 1, spec)
 
@@ -56,8 +68,13 @@ def state(seq_id: int, tokens: list[int], spec: SamplingSpec) -> RowState:
 @pytest.mark.parametrize(("how", "by_name", "eager"), [
     ("greedy", False, False), ("seeded", True, False), ("noise", True, False), ("noise", False, True),
 ])  # fmt: skip
-def test_drafts_are_what_the_model_writes(alone: LLM, how: str, by_name: bool, eager: bool, device: str) -> None:
+def test_drafts_are_what_the_model_writes(
+    alone: LLM, how: str, by_name: bool, eager: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Texts grow by part of the draft and a token of another's; some are not asked, some are short of blocks, and some end."""
+    if device == "cuda":
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(DeviceTables, "_unpack", unpacked_as_on_a_gpu)
     rng, proposer = Random(3), drafter(num_blocks=25, by_name=by_name, device=device, enforce_eager=eager)
     texts = {i: [rng.randrange(VOCAB_SIZE) for _ in range(n)] for i, n in enumerate((1, 9, 30))}
     num_draft_tokens = 0

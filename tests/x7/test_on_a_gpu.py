@@ -84,4 +84,4 @@ def test_aborts_at_any_moment() -> None:
         make_engine(**fields, num_kv_blocks=2_000),
         make_engine(**fields, num_kv_blocks=24, kv_offload="64MiB"),
     )
-    check_aborts(engine, roomy, prompts([120, 96], seed=2), 9, random.Random(0))
+    check_aborts(engine, roomy, prompts([120, 96, 112, 88, 104], seed=2), 9, random.Random(0))

@@ -6,7 +6,7 @@ A chain is captured as one graph, so that it costs the host a launch. The host n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -160,6 +160,9 @@ class ChainGraphRunner(GraphRunner):
                 own[Field.SEQ_LEN] += 1  # each draft is a position later
             return sample(logits, own)
 
+        assert batch.rows is not None
+        # The batch's tables end with its sequences, and a chain goes on behind them: it needs the rows' own.
+        batch = replace(batch, block_tables=self._tables.block_tables.index_select(0, batch.rows))
         self._drafted.write(cast(Drafter, self.inner).chain(batch, k, next_tokens))
 
     def _sample_plainly(self, logits: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:

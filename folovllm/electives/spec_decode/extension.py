@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from folovllm.layers.layer_set import LayerSet
     from folovllm.worker.model_runner import ModelRunner
 
-BACK_OFF = 400  # of a draft model or a head, which take device time in plain steps, too: `AdaptiveLength`
+BACK_OFF = 800  # of a draft model or a head, which take device time in plain steps, too: `AdaptiveLength`
 
 
 class SpeculativeDecoding(Extension):
