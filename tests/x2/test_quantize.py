@@ -19,7 +19,7 @@ from folovllm.electives.quantization.quantizer.folder import EMBEDDING, HEAD, NO
 from folovllm.electives.quantization.quantizer.methods import quantize_weight
 from folovllm.electives.quantization.quantizer.one_layer import Inputs
 from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
-from folovllm.electives.quantization.quantizer.perplexity import compare, perplexity, token_losses
+from folovllm.electives.quantization.quantizer.perplexity import Quality, compare, perplexity, token_losses
 from folovllm.electives.quantization.quantizer.run import Report, quantize
 from folovllm.electives.quantization.quantizer.whole import logits_of
 from tests.helpers import Driver, assert_logits_equal, hf_model, prompts, tiny_checkpoint
@@ -235,6 +235,18 @@ def test_the_command_tells_what_came_out(tmp_path: Path, capsys: pytest.CaptureF
     assert ended.value.code == 0 and "from the last fifth of the text" in said and "│ perplexity │" in said
     before, after = (float(number) for number in re.search(r"perplexity │\s+([\d.]+) │\s+([\d.]+)", said).groups())  # type: ignore[union-attr]
     assert after == pytest.approx(before, rel=0.005)
+
+
+@pytest.mark.slow
+def test_gptq_is_better_than_rounding_on_a_real_model(tmp_path: Path) -> None:
+    def quality(nearest: bool) -> Quality | None:
+        asked = QuantizeOptions(format="gptq", nearest=nearest, samples=12, length=128)
+        return quantize("stories-5m", asked, tmp_path / str(nearest), use_tqdm=False).quality
+
+    gptq, nearest = map(quality, (False, True))
+    assert gptq is not None and nearest is not None
+    assert gptq.agreement > nearest.agreement > 0.95
+    assert abs(gptq.after / gptq.before - 1) < 0.03
 
 
 @pytest.mark.gpu
