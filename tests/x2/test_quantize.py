@@ -320,6 +320,12 @@ def test_a_damaged_checkpoint_is_refused_before_any_work(damage: str, tmp_path: 
     assert not (tmp_path / "out").exists(), "nothing is written for a model that cannot be quantized"
 
 
+def test_a_configuration_of_no_model(tmp_path: Path) -> None:
+    model = changed(tmp_path / "model", lambda t: None, rope_parameters={"rope_theta": "default"})
+    with pytest.raises(ValueError, match="cannot read the model in"):
+        to_int8(model, tmp_path)
+
+
 def test_what_else_a_checkpoint_holds_does_no_harm(tmp_path: Path) -> None:
     """A copy of the tied head; scales for K and V in 8 bits, which go from folder to folder."""
     names = [f"model.layers.{i}.self_attn.{kind}_scale" for i in range(3) for kind in "kv"]
