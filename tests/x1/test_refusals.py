@@ -78,6 +78,8 @@ ROWS: list[tuple[str, Any, str | None, str]] = [  # address, fields or a whole b
     (C, {"logit_bias": {str(i): 1 for i in range(70_000)}}, "logit_bias", "Expected `object` of length <= 65536"),
     (DETOKENIZE, {"tokens": [5] * 1_100_000}, "tokens", "Expected `array` of length <= 1048576"),
     *((path, {"messages": HELLO * 260}, None, "at least 260 tokens") for path in (CHAT, TOKENIZE)),
+    *((C, {"prompt": p}, None, "prompt is empty") for p in ("", [], ["a", ""], [[5], []])),
+    (C, {"prompt": [99_999]}, None, "outside the vocabulary"),
     (C, {"prompt": [5] * 600}, None, "leaves no room"),
     (C, {"prompt": "x" * 50_000}, None, "leaves no room"),
     (C, {"prompt": ["a"] * 5, "n": 4}, None, QUEUE.format(20)),
