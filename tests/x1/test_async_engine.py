@@ -70,6 +70,15 @@ class TestStreams:
         assert text(await anext(second)) == "cde"
 
     @scripted
+    async def test_an_output_that_grows(self, engine: AsyncEngine, transport: HandTransport) -> None:
+        growing = await submit(engine, replace(DELTAS, output_kind=RequestOutputKind.CUMULATIVE))
+        transport.turn(2)
+        assert text(await anext(growing)) == "ab"
+        transport.turn(2)
+        answer = (await anext(growing)).outputs[0]
+        assert (answer.text, answer.delta_text, answer.token_ids) == ("abcd", "cd", [A, A + 1, A + 2, A + 3])
+
+    @scripted
     async def test_what_the_engine_is_told(self, engine: AsyncEngine, transport: HandTransport) -> None:
         """Token ids; text is made by the engine only where it must look for stop strings."""
         params = SamplingParams(max_tokens=3, truncate_prompt_tokens=2)

@@ -143,6 +143,7 @@ def test_a_chat(client: OpenAI, expected: dict[str, Any]) -> None:
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Tell me about Lily."}]}]
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, messages=parts, stream=True)]
     assert [chunk.delta.role for chunk in chunks] == ["assistant", *[None] * (len(chunks) - 1)]
+    assert chunks[0].delta.content == "", "some clients look for no text beside a role"
     assert "".join(chunk.delta.content or "" for chunk in chunks) == wanted.text
     assert chunks[-1].finish_reason == "length"
 

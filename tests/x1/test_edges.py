@@ -80,15 +80,19 @@ CHUNKS = "Transfer-Encoding: chunked\r\n"
 NESTED = b'{"a":' * 900 + b"1" + b"}" * 900
 ROWS: dict[str, tuple[bytes, int]] = {
     "HTTP/1.0": (post(FIELDS, version="1.0"), 200),
+    "HTTP/1.0 without a Host": (get("/health", "", version="1.0"), 200),
     "two Hosts": (get("/health", HOST + HOST), 403),
     "100-continue": (post(FIELDS, "Expect: 100-continue\r\n"), 200),
     "two lengths": (post(BODY, "Content-Length: 5\r\nContent-Length: 7\r\n"), 400),
     "a length and chunks": (post(BODY, f"Content-Length: {len(BODY)}\r\n{CHUNKS}"), 400),
+    "a negative length": (post(BODY, "Content-Length: -5\r\n"), 400),
     "absolute form": (get("http://localhost/health"), 200),
     "HEAD": (get("/v1/models", method="HEAD"), 405),
     "OPTIONS": (get("/v1/completions", method="OPTIONS"), 405),
+    "OPTIONS *": (get("*", method="OPTIONS"), 404),
     "an unknown method": (get("/health", method="FROB"), 400),
     "percents": (get("/%68ealth"), 200),
+    "percents that are none": (get("/%zz"), 404),
     "percents that are no text": (get("/v1/models/%ed%a0%80%00%ff"), 404),
     "a path in Latin-1": (get("/é"), 400),
     "a NUL": (get("/health", HOST + "X: \0\r\n"), 400),
@@ -97,6 +101,8 @@ ROWS: dict[str, tuple[bytes, int]] = {
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "an upgrade": (post(FIELDS, "Connection: Upgrade\r\nUpgrade: h2c\r\n"), 426),
     "another type": (post(BODY, "Content-Type: text/plain\r\n"), 415),
+    "gzip": (post(b"\x1f\x8b", "Content-Encoding: gzip\r\n"), 400),
+    "10,000 arrays": (post(b"[" * 10_000 + b"]" * 10_000), 400),
     "deep in a field": (post(b'{"prompt":"x","stop":' + NESTED + b"}"), 400),
     "deep in a message": (post(b'{"messages":[{"role":"user","content":' + NESTED + b"}]}", path=CHAT), 400),
     "a key twice": (post(b'{"prompt":"a","prompt":"b","max_tokens":1}'), 200),
@@ -104,6 +110,8 @@ ROWS: dict[str, tuple[bytes, int]] = {
     "60 kB of headers": (get("/health", HOST + "X: y\r\n" * 10_000), 200),
     "20,000 headers": (get("/health", HOST + "X: y\r\n" * 20_000), 431),
     "a header without end": (get("/health", HOST + "X: ").rstrip() + b"y" * 20 * MEGABYTE, 431),
+    "a URL of 1 MB": (get("/" + "y" * MEGABYTE), 431),
+    "nonsense without end": (b"\0" * MEGABYTE, 400),
     "lines without end": (b"\r\n" * MEGABYTE, 431),
 }
 

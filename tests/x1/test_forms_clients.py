@@ -148,11 +148,14 @@ class TestTools:
         assert either.tool_calls or Fish.model_validate_json(either.content or "")
 
     def test_the_openai_way_to_stream(self, client: OpenAI) -> None:
-        """Log-probabilities come beside the pieces."""
+        """Log-probabilities come beside the pieces, of each token."""
         asked = chat(tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False, logprobs=True)
+        asked["stream_options"] = {"include_usage": True}
         with client.chat.completions.stream(**asked) as stream:
             kinds = {event.type for event in stream}
-            (choice,) = stream.get_final_completion().choices
+            answer = stream.get_final_completion()
+        choice, count = answer.choices[0], answer.usage.completion_tokens
+        assert len(choice.logprobs.content) == count
         assert {"tool_calls.function.arguments.delta", "logprobs.content.delta"} <= kinds and choice.message.tool_calls
 
     def test_a_conversation_with_tools(self, client: OpenAI, server: Background) -> None:

@@ -65,11 +65,14 @@ def doubled(depth: int) -> str:
 
 BOMBS: dict[str, dict[str, Any]] = {
     "a large prime": {"json": {"type": "integer", "multipleOf": 62615533}},
+    "primes multiplied": {"json": {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}},
     "repetitions later": {"regex": "x{3}(a{1000}){1000}"},
+    "repetitions of up to": {"regex": "(a{1,1000}){1,1000}"},
     "long": {"regex": "a{1000000000}"},
     "products": {"json": {"allOf": [{"type": "string", "pattern": f".*{a}.*{b}.*"} for a, b in zip("abcdefghij", "bcdefghijk", strict=True)]}},
     "ambiguous": {"regex": "(x+x+)+y"},
     "what was long ago": {"regex": "[a-z]*a[a-z]{2000}"},
+    "unicode": {"regex": r"(\p{L}{1,50}\p{N}*){1,50}"},
     "properties": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(4500)}}},
     "patternProperties": {"json": {"patternProperties": {f".*{a}.*b.{{30}}": {} for a in "cdefghijkl"}}},
     "nested": {"json": '{"items":' * 3000 + "{}" + "}" * 3000},

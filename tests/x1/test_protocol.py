@@ -75,6 +75,21 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         parse(body.replace(b"tulls", b"tools"), CompletionRequest, ignore_unknown=True)
 
 
+def test_the_grammar_of_calls() -> None:
+    """As many as the model likes, of any tool; a named one is called once."""
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+
+    def grammar(choice: Any) -> str:
+        described = chat_params(chat(tools=tools, tool_choice=choice), {}).structured_outputs
+        return str(described and described.grammar)
+
+    assert grammar("required").startswith('start: calls\ncalls: call ("\\n" call)*\ncall: call_0 | call_1\n')
+    named = grammar({"type": "function", "function": {"name": "g"}})
+    assert (
+        named.startswith("start: calls\ncalls: call\ncall: call_0\n") and '\\"g\\"' in named and '\\"f\\"' not in named
+    )
+
+
 def test_messages_there_and_back() -> None:
     """NumPy's numbers are numbers too."""
     params = SamplingParams(n=2, stop=["a"], seed=2**62, max_tokens=None, temperature=np.float32(0.5))

@@ -75,7 +75,7 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
     (None, "", "Just text.", None, "Just text.", None),
     (None, "", CALL, None, "", [["f", '{"a": [1, "}"]}']]),
     (None, "", f"Let me see.\n{CALL}\n{CALL}\n", None, "Let me see.", [["f", '{"a": [1, "}"]}']] * 2),
-    (None, "", '<tool_call>{"arguments": {"b": 1}, "name": "g"}</tool_call>', None, "", [["g", '{"b": 1}']]),
+    (None, "", '<tool_call>{"arguments": { "b":1e0}, "name": "g"}</tool_call>', None, "", [["g", '{ "b":1e0}']]),
     (None, "", '<tool_call>{"name": "g", "arguments": "{\\"b\\": 2}"}</tool_call>', None, "", [["g", '{"b": 2}']]),
     (None, "", '<tool_call>{"name": "g", "parameters": {}}</tool_call>', None, "", [["g", "{}"]]),
     (None, "", '<tool_call>{"name": "g"}</tool_call>', None, "", [["g", "{}"]]),

@@ -111,6 +111,17 @@ def test_programs_of_several_groups(
     assert (y.double().cpu() - F.silu(gate) * up).abs().max() <= 2**-7 * gate.abs().max() * up.abs().max()
 
 
+@pytest.mark.parametrize("num_sms", [1, 46, 132])
+@pytest.mark.parametrize(("kind", "width"), [("int4", 128), ("int4", 6144), ("int8", 48), ("int8", 10240)])
+def test_as_many_programs_as_a_card_has_room_for(kind: str, width: int, num_sms: int) -> None:
+    """At once, unless each has the most groups that it may have."""
+    for lines in (1, 4096, 19456, 151936):
+        tile = module.kernel_config(lines, width, kind, num_sms)
+        room = num_sms * (65536 // (32 * tile["SPLITS"] * tile["maxnreg"]))
+        programs = -(-lines // (16 // module.PARTS.value * tile["TIMES"]))
+        assert 0 < programs <= room or tile["TIMES"] == module.MOST_TIMES
+
+
 @pytest.mark.parametrize(("kind", "width"), [("int8", 10240), ("int4", 6144)])
 @pytest.mark.parametrize("fraction", [-0x1F8080, 0x1F7F80, -0x8080])
 def test_the_longest_rows_with_the_largest_codes_and_bytes(kind: str, width: int, fraction: int) -> None:

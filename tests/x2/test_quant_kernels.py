@@ -14,10 +14,13 @@ from tests.x2.quantized import made_up
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+import triton
+import triton.language as tl
 
 from folovllm.electives.quantization.kernels import integer_gemv
 from folovllm.electives.quantization.kernels import quant_gemv as few
 from folovllm.electives.quantization.kernels import quant_matmul as many
+from folovllm.electives.quantization.kernels.gemv_tiles import as_halves
 from folovllm.electives.quantization.kernels.int4_linear import int4_linear
 from folovllm.electives.quantization.weight import QuantizedWeight, has_fp8
 
@@ -119,6 +122,27 @@ def test_one_token_that_is_not_finite(dtype: torch.dtype, values: tuple[float, .
     torch.testing.assert_close(
         few.quant_gemv(x.to(DEVICE), codes).double().cpu(), expected, rtol=0, atol=0, equal_nan=True
     )
+
+
+@triton.jit
+def there_and_back_kernel(x_ptr, out_ptr):
+    """`x` [16, 8] by way of `as_halves`."""
+    at = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    halves, peak = as_halves((tl.load(x_ptr + at),))
+    tl.store(out_ptr + at, halves[0].to(tl.float32) * peak)
+
+
+def test_numbers_of_any_size_survive_as_halves() -> None:
+    """Each column by itself: the largest floats, the smallest, zeros, Inf beside others, and NaN."""
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    x *= torch.tensor([1, 1.1e38, 1e-37, 1e-39, 0, 1, 1e38, 1e-30])
+    x[4, 0], x[5, 5], x[6, 6] = 1e30, torch.inf, torch.nan
+    out = torch.empty_like(x).to(DEVICE)
+    there_and_back_kernel[(1,)](x.to(DEVICE), out)
+    largest = x.abs().nan_to_num(0, posinf=2.0**125).amax(0).clamp(max=2.0**125)
+    allowed = 1.01 * (x.abs().nan_to_num(0, posinf=0) * 2.0**-11 + largest * 2.0**-25) + 2e-45  # a card divides roughly
+    for actual, expected, off in zip(out.cpu().ravel(), x.ravel(), allowed.ravel(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=float(off), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

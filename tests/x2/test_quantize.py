@@ -19,7 +19,7 @@ from folovllm.electives.quantization.quantizer.folder import EMBEDDING, HEAD, NO
 from folovllm.electives.quantization.quantizer.methods import quantize_weight
 from folovllm.electives.quantization.quantizer.one_layer import Inputs
 from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
-from folovllm.electives.quantization.quantizer.perplexity import compare, perplexity, token_losses
+from folovllm.electives.quantization.quantizer.perplexity import Quality, compare, perplexity, token_losses
 from folovllm.electives.quantization.quantizer.run import Report, quantize
 from folovllm.electives.quantization.quantizer.whole import logits_of
 from tests.helpers import Driver, assert_logits_equal, hf_model, prompts, tiny_checkpoint
@@ -237,6 +237,18 @@ def test_the_command_tells_what_came_out(tmp_path: Path, capsys: pytest.CaptureF
     assert after == pytest.approx(before, rel=0.005)
 
 
+@pytest.mark.slow
+def test_gptq_is_better_than_rounding_on_a_real_model(tmp_path: Path) -> None:
+    def quality(nearest: bool) -> Quality | None:
+        asked = QuantizeOptions(format="gptq", nearest=nearest, samples=12, length=128)
+        return quantize("stories-5m", asked, tmp_path / str(nearest), use_tqdm=False).quality
+
+    gptq, nearest = map(quality, (False, True))
+    assert gptq is not None and nearest is not None
+    assert gptq.agreement > nearest.agreement > 0.95
+    assert abs(gptq.after / gptq.before - 1) < 0.03
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gptq asymmetric, act-order", "awq", "fp8"])
 def test_a_gpu_finds_as_good_codes(kind: str, text: Path, tmp_path: Path) -> None:
@@ -306,6 +318,12 @@ def test_a_damaged_checkpoint_is_refused_before_any_work(damage: str, tmp_path: 
     with pytest.raises(ValueError, match=says):
         to_int8(model, tmp_path)
     assert not (tmp_path / "out").exists(), "nothing is written for a model that cannot be quantized"
+
+
+def test_a_configuration_of_no_model(tmp_path: Path) -> None:
+    model = changed(tmp_path / "model", lambda t: None, rope_parameters={"rope_theta": "default"})
+    with pytest.raises(ValueError, match="cannot read the model in"):
+        to_int8(model, tmp_path)
 
 
 def test_what_else_a_checkpoint_holds_does_no_harm(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import defstruct
+from msgspec import defstruct, inspect
 
 from folovllm.electives.server.errors import ApiError
 
@@ -196,5 +196,25 @@ def converted(value: Any, kind: type[T], name: str = "") -> T:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$")
+        if message.startswith("Invalid enum value"):
+            known = _allowed(inspect.type_info(kind), re.findall(r"\[.*?\]|\w+", path))
+            message += f": it may be {', '.join(known)}"
         where = (name + path.rstrip("`")).removeprefix(".")
         raise ApiError(400, f"{where or 'the request'}: {message}", re.split(r"[^\w]", where)[0] or None) from error
+
+
+def _allowed(kind: inspect.Type, path: list[str]) -> list[str]:
+    """What the value at a path in a type may be, where it is one of a few."""
+    match kind:
+        case inspect.LiteralType():
+            return list(map(repr, kind.values))
+        case inspect.UnionType():
+            return [value for one in kind.types for value in _allowed(one, path)]
+        case inspect.ListType() if path:
+            return _allowed(kind.item_type, path[1:])
+        case inspect.StructType() if path:
+            (field,) = (field for field in kind.fields if field.name == path[0])
+            return _allowed(field.type, path[1:])
+        case inspect.StructType():
+            return ["an object"]
+    return []

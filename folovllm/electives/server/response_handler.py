@@ -187,18 +187,25 @@ class ChatHandler(ResponseHandler[ChatRequest]):
         self.has_frames = make_reader is MessageReader
 
     def choice(self, index: int, answer: OutputDelta) -> Json | None:
-        """The message, or what is new in it; the first time with the role."""
-        message, reason = self._readers[index].read(answer.text, answer.finish_reason)
-        if index not in self._starts:
-            nothing = None if message and not self._is_stream else ""
-            message = {"role": "assistant", "content": nothing} | message
+        """The message, or what is new in it."""
+        (message, reason), logprobs = self._readers[index].read(answer.text, answer.finish_reason), None
+        if not self._is_stream:
+            message = {"role": "assistant", "content": None if message else ""} | message
         elif not (message or reason or answer.logprobs):
             return None
-        self._starts[index], logprobs = 0, None
         if answer.logprobs is not None:
             logprobs = replies.chat_logprobs(answer.logprobs, self._asked.top_logprobs or 0)
         choice = {"index": index, "delta" if self._is_stream else "message": message, "logprobs": logprobs}
         return choice | {"finish_reason": reason, "stop_reason": answer.stop_reason}
+
+    def _event(self, index: int, answer: OutputDelta, usage: Json | None) -> bytes:
+        """Before an answer's first event comes one with the role and no text, as OpenAI's: a client may look for text in others alone."""
+        opening = b""
+        if index not in self._starts:
+            self._starts[index] = 0
+            first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            opening = event(self._json([first | {"finish_reason": None, "stop_reason": None}], usage))
+        return opening + super()._event(index, answer, usage)
 
     def _json(self, choices: list[Json | None], usage: Json | None) -> bytes:
         if self._asked.prompt_logprobs is not None:  # then it is a whole response
