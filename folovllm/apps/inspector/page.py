@@ -56,8 +56,8 @@ def one_file(recordings: list[Path], html: Path, book: str | None = None) -> Non
 
 
 def _bare(code: str) -> str:
-    """A module whose imports name the import map's entries: a `data:` address has no neighbours. Lines of comments are left out."""
-    code = re.sub(r"^ *(//.*|/\*\*.*\*/)\n", "", code, flags=re.MULTILINE)
+    """A module whose imports name the import map's entries: a `data:` address has no neighbours. Without indentation and lines of comments."""
+    code = re.sub(r"^ *((//.*|/\*\*.*\*/)\n)?", "", code, flags=re.MULTILINE)
     return re.sub(r'\bfrom "\./([\w.-]+)"', r'from "inspector/\1"', code)
 
 
