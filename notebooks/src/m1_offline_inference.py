@@ -325,7 +325,7 @@ print(inspect.getdoc(f))
 #
 # `LLM.generate` calls `LLMEngine.step` until nothing is left. A step is four calls: the scheduler says what to compute, the executor
 # hands it to worker and runner (the model), the sampler samples, the scheduler appends the token. We wrap each of the four in a clock
-# and watch one request. The runner calls the sampler, so in the picture the time of `execute_model` contains the sampler's time. The line
+# and watch one request. The runner calls the sampler, so in the picture the time of `submit` contains the sampler's time. The line
 # below the picture subtracts it.
 
 # %%
@@ -346,7 +346,7 @@ def clocked(name, function):
 
 with (
     patch.object(engine.scheduler, "schedule", clocked("schedule", engine.scheduler.schedule)),
-    patch.object(engine.executor, "execute_model", clocked("execute_model", engine.executor.execute_model)),
+    patch.object(engine.executor, "submit", clocked("submit", engine.executor.submit)),
     patch.object(sampling_rows, "_sampler", clocked("sampler", sampling_rows._sampler)),
     patch.object(engine.scheduler, "postprocess", clocked("postprocess", engine.scheduler.postprocess)),
 ):
@@ -355,7 +355,7 @@ with (
     while engine.has_unfinished_requests():
         deltas += [output.outputs[0].delta_text for output in engine.step()]
 
-rows = ["schedule", "execute_model", "sampler", "postprocess"]
+rows = ["schedule", "submit", "sampler", "postprocess"]
 colours = dict(zip(rows, ["tab:green", "tab:blue", "tab:orange", "tab:purple"], strict=True))
 zero = spans[0][1]
 figure, (axes, panel) = plt.subplots(1, 2, figsize=(12, 2.8), width_ratios=[2, 1])
@@ -378,8 +378,8 @@ plt.show()
 
 scheduled = {name: sum(e - b for n, b, e in spans if n == name) for name in rows}
 whole = spans[-1][2] - zero
-model_share = (scheduled["execute_model"] - scheduled["sampler"]) / whole
-print(f"model {model_share:.0%}, sampler {scheduled['sampler'] / whole:.0%}, all else {1 - scheduled['execute_model'] / whole:.0%}")
+model_share = (scheduled["submit"] - scheduled["sampler"]) / whole
+print(f"model {model_share:.0%}, sampler {scheduled['sampler'] / whole:.0%}, all else {1 - scheduled['submit'] / whole:.0%}")
 assert len(deltas) == 7 and model_share > 0
 
 # %% [markdown]

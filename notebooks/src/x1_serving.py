@@ -350,7 +350,7 @@ assert len(slow) < len(quick)
 
 # %%
 loads = []
-update = engine._open.update
+update = engine._update
 
 
 def note(step, now):
@@ -358,7 +358,7 @@ def note(step, now):
     return update(step, now)
 
 
-with patch.object(engine._open, "update", note):
+with patch.object(engine, "_update", note):
     answers = engine.generate(prompt_of(40, 30), greedy(700))
     got = 0
     async for output in answers:

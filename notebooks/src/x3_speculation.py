@@ -273,7 +273,7 @@ SMALL = {**MODEL, "milestone": "m5", "max_model_len": 96, "num_kv_blocks": 14, "
 with LLM(**SMALL, speculative_config=DRAFT) as drafted, film(drafted, "A small model drafts") as run:
     asks = {"Once upon a time there was a little": greedy(40), "Lily had a red kite. One day": greedy(56)}
     drafted.generate([*asks], [*asks.values()], use_tqdm=False)
-assert '"guess"' in run.text
+assert '"DraftsVerified"' in run.text
 show(run, height=480)
 
 # %% [markdown]

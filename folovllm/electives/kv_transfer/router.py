@@ -1,6 +1,6 @@
 """A router in front of servers: it forwards requests to a decode server, and its answer back, byte by byte.
 
-It knows nothing of prompts, for a decode server has them computed by its peer (`folovllm.electives.kv_transfer.decode`). It
+It knows nothing of prompts, for a decode server has them computed by its peer (`folovllm.electives.kv_transfer.peers`). It
 chooses the server with the fewest requests. If one cannot be reached, or dies before its answer begins, another gets the request:
 the servers of prompts at last, which are whole engines.
 """
