@@ -1,6 +1,7 @@
 """JSON schemas whose numbers, names and white space llguidance keeps: rewritten where that keeps their documents, else refused.
 
-The library reads all numbers as float64, and takes whole ones beyond 64 bits for the largest there is; -2**63 ends the process.
+The library reads all numbers as float64, a tenth of those with 16 digits or more as a neighbour, and takes whole ones beyond 64 bits
+for the largest there is; -2**63 ends the process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 Schema = dict[str, Any]
@@ -115,8 +117,18 @@ def _with_bounds(schema: Schema) -> Schema:
 
 def _require_exact(number: int | float) -> None:
     whole = int(number) if isinstance(number, int) or number.is_integer() else 0
-    if abs(whole) > LARGEST or int(float(whole)) != whole:
-        raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
+    is_read = isinstance(number, int) or _as_read(number) == abs(number)
+    if abs(whole) > LARGEST or int(float(whole)) != whole or not is_read:
+        raise ValueError(
+            f"the number {number!r:.40} is beyond those that are kept exactly: give it fewer digits, or write it as a text"
+        )
+
+
+def _as_read(number: float) -> float:
+    """The absolute value that the library reads: all digits as a whole number, times a power of ten or by one, each rounded."""
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    whole, power = float("".join(map(str, digits))), float(f"1e{abs(int(exponent))}")
+    return whole * power if int(exponent) > 0 else whole / power
 
 
 def _numbers_in(value: Any) -> Iterator[int | float]:
