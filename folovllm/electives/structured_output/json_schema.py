@@ -40,7 +40,7 @@ def bounded_schema(schema: Schema, options: dict[str, Any], **defaults: Any) -> 
     schema = schema | {"x-guidance": options}
 
     def change(inner: Schema) -> Schema:
-        _require_names(inner, is_strict=not options.get("lenient"))
+        _require_kept(inner, is_strict=not options.get("lenient"))
         return _with_bounds(inner)
 
     try:
@@ -76,8 +76,13 @@ def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
     return change(found)
 
 
-def _require_names(schema: Schema, is_strict: bool) -> None:
-    """Raise ValueError if a pattern forbids names, or if one name could fill up `minProperties`: the library counts each time."""
+def _require_kept(schema: Schema, is_strict: bool) -> None:
+    """Raise ValueError if a pattern forbids names, or if one name could fill up `minProperties`: the library counts each time.
+
+    Nor may first items be given in both ways: it passes over one of them.
+    """
+    if "prefixItems" in schema and isinstance(schema.get("items"), list):
+        raise ValueError("prefixItems and a list of items describe the same: give one of them")
     patterns, least = schema.get("patternProperties") or {}, schema.get("minProperties", 0)
     if any(inner is False for inner in patterns.values()):
         raise ValueError("patternProperties forbids names: describe those that may be, with additionalProperties false")
@@ -104,6 +109,12 @@ def _with_bounds(schema: Schema) -> Schema:
                 _require_exact(bound)
     types = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
     if "integer" in types and "number" not in types:
+        for key in (
+            "exclusiveMinimum",
+            "exclusiveMaximum",
+        ):  # the library goes on to the next whole number, a float64 too
+            if _is_number(bound := schema.get(key)) and abs(bound) < LARGEST:
+                _require_exact(math.floor(bound) + BOUNDS[key])
         has_end = not schema.keys().isdisjoint({*BOUNDS, "enum", "const"})
         return schema if has_end else {**schema, "minimum": -LARGEST, "maximum": LARGEST}
     for exclusive, inclusive, sign in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):
