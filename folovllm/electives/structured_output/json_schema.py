@@ -18,6 +18,7 @@ LARGEST = 2**63 - 1024  # the largest float64 below 2**63, up to which llguidanc
 SMALLEST = 1e-64  # the library's pattern for a fraction nests once for each zero
 MOST_SPACES = 16  # times that a part of a user's own pattern of white space repeats itself
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}  # times the sign: lower bounds
+EXCLUSIVE = (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1))
 ONE = ("additionalProperties", "items", "additionalItems")  # keywords whose value is a schema
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of them
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # a dictionary of them
@@ -109,15 +110,12 @@ def _with_bounds(schema: Schema) -> Schema:
                 _require_exact(bound)
     types = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
     if "integer" in types and "number" not in types:
-        for key in (
-            "exclusiveMinimum",
-            "exclusiveMaximum",
-        ):  # the library goes on to the next whole number, a float64 too
+        for key, _, sign in EXCLUSIVE:  # the library goes on to the next whole number, which is a float64 too
             if _is_number(bound := schema.get(key)) and abs(bound) < LARGEST:
-                _require_exact(math.floor(bound) + BOUNDS[key])
+                _require_exact(math.floor(bound) + sign)
         has_end = not schema.keys().isdisjoint({*BOUNDS, "enum", "const"})
         return schema if has_end else {**schema, "minimum": -LARGEST, "maximum": LARGEST}
-    for exclusive, inclusive, sign in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):
+    for exclusive, inclusive, sign in EXCLUSIVE:
         bound = schema.get(exclusive)
         if _is_number(bound):  # 0 passes an exclusiveMinimum of 0, and 1.00000000000000000001 is 1 to whoever reads it
             next_one = math.nextafter(bound, sign * math.inf) if abs(bound) > SMALLEST else sign * SMALLEST
