@@ -8,7 +8,10 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +42,28 @@ def ask(server: Background, **fields: Any) -> tuple[int, dict[str, Any]]:
     return server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3, "seed": 1} | fields)
 
 
+def of_processes(files: str) -> Iterator[str]:
+    """The texts of these files below /proc. A process may end before its own are read."""
+    for file in glob(f"/proc/{files}"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            yield Path(file).read_text()
+
+
 def children(pid: int | str) -> list[int]:
     """The processes that a process has started, and those that they have."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    own = [int(child) for task in tasks for child in task.read_text().split()]
+    own = [int(child) for text in of_processes(f"{pid}/task/*/children") for child in text.split()]
     return own + [each for child in own for each in children(child)]
 
 
 def checkers() -> set[int]:
     """The processes that check grammars: of each server one that waits, and a fork for each grammar."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in children(os.getpid())}
-    return {pid for pid, command in commands.items() if command.exists() and CHECKER in command.read_text()}
+    return {pid for pid in children(os.getpid()) if CHECKER in "".join(of_processes(f"{pid}/cmdline"))}
 
 
 def memory() -> int:
     """MiB that this process and all its children hold."""
-    stats = [Path(f"/proc/{pid}/statm") for pid in (os.getpid(), *children(os.getpid()))]
-    return sum(int(stat.read_text().split()[1]) for stat in stats if stat.exists()) * os.sysconf("SC_PAGESIZE") >> 20
+    stats = [stat for pid in (os.getpid(), *children(os.getpid())) for stat in of_processes(f"{pid}/statm")]
+    return sum(int(stat.split()[1]) for stat in stats) * os.sysconf("SC_PAGESIZE") >> 20
 
 
 def doubled(depth: int) -> str:

@@ -1,6 +1,7 @@
 """JSON schemas whose numbers, names and white space llguidance keeps: rewritten where that keeps their documents, else refused.
 
-The library reads all numbers as float64, and takes whole ones beyond 64 bits for the largest there is; -2**63 ends the process.
+The library reads all numbers as float64, a tenth of those with 16 digits or more as a neighbour, and takes whole ones beyond 64 bits
+for the largest there is; -2**63 ends the process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 Schema = dict[str, Any]
@@ -16,6 +18,7 @@ LARGEST = 2**63 - 1024  # the largest float64 below 2**63, up to which llguidanc
 SMALLEST = 1e-64  # the library's pattern for a fraction nests once for each zero
 MOST_SPACES = 16  # times that a part of a user's own pattern of white space repeats itself
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}  # times the sign: lower bounds
+EXCLUSIVE = (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1))
 ONE = ("additionalProperties", "items", "additionalItems")  # keywords whose value is a schema
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of them
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # a dictionary of them
@@ -38,7 +41,7 @@ def bounded_schema(schema: Schema, options: dict[str, Any], **defaults: Any) -> 
     schema = schema | {"x-guidance": options}
 
     def change(inner: Schema) -> Schema:
-        _require_names(inner, is_strict=not options.get("lenient"))
+        _require_kept(inner, is_strict=not options.get("lenient"))
         return _with_bounds(inner)
 
     try:
@@ -74,8 +77,13 @@ def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
     return change(found)
 
 
-def _require_names(schema: Schema, is_strict: bool) -> None:
-    """Raise ValueError if a pattern forbids names, or if one name could fill up `minProperties`: the library counts each time."""
+def _require_kept(schema: Schema, is_strict: bool) -> None:
+    """Raise ValueError if a pattern forbids names, or if one name could fill up `minProperties`: the library counts each time.
+
+    Nor may first items be given in both ways: it passes over one of them.
+    """
+    if "prefixItems" in schema and isinstance(schema.get("items"), list):
+        raise ValueError("prefixItems and a list of items describe the same: give one of them")
     patterns, least = schema.get("patternProperties") or {}, schema.get("minProperties", 0)
     if any(inner is False for inner in patterns.values()):
         raise ValueError("patternProperties forbids names: describe those that may be, with additionalProperties false")
@@ -102,9 +110,12 @@ def _with_bounds(schema: Schema) -> Schema:
                 _require_exact(bound)
     types = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
     if "integer" in types and "number" not in types:
+        for key, _, sign in EXCLUSIVE:  # the library goes on to the next whole number, which is a float64 too
+            if _is_number(bound := schema.get(key)) and abs(bound) < LARGEST:
+                _require_exact(math.floor(bound) + sign)
         has_end = not schema.keys().isdisjoint({*BOUNDS, "enum", "const"})
         return schema if has_end else {**schema, "minimum": -LARGEST, "maximum": LARGEST}
-    for exclusive, inclusive, sign in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):
+    for exclusive, inclusive, sign in EXCLUSIVE:
         bound = schema.get(exclusive)
         if _is_number(bound):  # 0 passes an exclusiveMinimum of 0, and 1.00000000000000000001 is 1 to whoever reads it
             next_one = math.nextafter(bound, sign * math.inf) if abs(bound) > SMALLEST else sign * SMALLEST
@@ -115,8 +126,18 @@ def _with_bounds(schema: Schema) -> Schema:
 
 def _require_exact(number: int | float) -> None:
     whole = int(number) if isinstance(number, int) or number.is_integer() else 0
-    if abs(whole) > LARGEST or int(float(whole)) != whole:
-        raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
+    is_read = isinstance(number, int) or _as_read(number) == abs(number)
+    if abs(whole) > LARGEST or int(float(whole)) != whole or not is_read:
+        raise ValueError(
+            f"the number {number!r:.40} is beyond those that are kept exactly: give it fewer digits, or write it as a text"
+        )
+
+
+def _as_read(number: float) -> float:
+    """The absolute value that the library reads: all digits as a whole number, times a power of ten or by one, each rounded."""
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    whole, power = float("".join(map(str, digits))), float(f"1e{abs(int(exponent))}")
+    return whole * power if int(exponent) > 0 else whole / power
 
 
 def _numbers_in(value: Any) -> Iterator[int | float]:
