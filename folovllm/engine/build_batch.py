@@ -65,7 +65,7 @@ def make_scheduler(
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
-    """Choose the manager of the KV cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
+    """Choose the manager of the KV cache: a learner's own, else slots (M2), blocks (M3), or blocks that are found again (M5)."""
     if own := user_component(config, "block_manager") or user_component(config, "prefix_cache"):
         return own
     if config.kv_cache == "slots":

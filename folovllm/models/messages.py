@@ -25,7 +25,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def printable(text: str, most: int) -> str:
-    """Return the beginning of a stranger's text, in one line that any terminal may show: no control codes, no half characters."""
+    """Return a stranger's text in one line that any terminal may show: cut to `most` characters, then unprintable ones escaped."""
     short = textwrap.shorten(text, most, placeholder=" ...")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 

@@ -159,7 +159,7 @@ class GraphRunner:
         self._last_hidden = torch.zeros(most, width, dtype=setup.dtype, device=setup.device)
 
     def compile_at_once(self, captures: bool) -> None:
-        """Compile all kernels of the start in parallel.
+        """Compile all kernels of the start in parallel; if `captures`, also those of the steps that will be captured.
 
         A kernel that the dry run misses is compiled at its first launch, for example if layers of one kind differ after all.
         """

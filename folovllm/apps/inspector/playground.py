@@ -254,7 +254,7 @@ class Playground:
 
     def _running(self) -> AsyncEngine:
         if self._engine is None:
-            raise Unavailable(f"{self.loading}: ask again in a moment")
+            raise Unavailable(f"{self.loading or 'there is no engine'}: ask again in a moment")
         self._engine.require_open()
         return self._engine
 

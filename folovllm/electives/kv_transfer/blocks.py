@@ -102,7 +102,7 @@ def cache_manager(engine: LLMEngine) -> PrefixCachingBlockManager:
 def move_blocks(
     engine: LLMEngine, query: dict[str, Any], ids: list[int], skip: int, count: int, *, to_cache: bool
 ) -> None:
-    """Move the blocks `ids` on all ranks, and tell those who listen. The memory holds `count` blocks, of which `skip` come before."""
+    """Copy blocks `ids` between each rank's cache and the shared memory of `query`, for `count` blocks, `skip` of which come before."""
     if not ids:
         return
     ranks, events = engine.setup.config.tensor_parallel_size, cache_manager(engine).events

@@ -153,7 +153,7 @@ class OffloadConnector(KVConnector):
         if files:
             self._meta.reads[seq.seq_id] = files
         else:
-            self._copy(seq.seq_id, load)
+            self._plan_copy(seq.seq_id, load)
 
     def block_evicted(self, block: Block) -> None:
         """Note the block: before the coming step it is kept in host memory."""
@@ -194,12 +194,12 @@ class OffloadConnector(KVConnector):
                     self._folder = None
         for seq_id, load in self._loads.items():
             if not load.ranks_left and load.num_tokens < 0:
-                self._copy(seq_id, load)
+                self._plan_copy(seq_id, load)
         ended = [seq_id for seq_id, load in self._loads.items() if not load.ranks_left]
         return {seq_id: self._end_load(seq_id, self._loads.pop(seq_id)) for seq_id in ended}
 
     def request_finished(self, seq: Sequence, block_ids: list[int]) -> None:
-        """If the blocks are being filled, let no later step see it: it begins after the copy, or there is none."""
+        """If a load still fills the blocks, make later steps wait for its copy; a copy that has not begun is dropped."""
         if (load := self._loads.get(seq.seq_id)) is not None:
             load.version = None
             self._meta.cancelled.append(seq.seq_id)
@@ -256,7 +256,7 @@ class OffloadConnector(KVConnector):
                 self._host.move_to_end(hash_)
             elif (slot := self._put(hash_, token_ids)) is not None:
                 numbers[i] = slot.number
-                self._write(slot)
+                self._plan_write(slot)
             else:
                 self._report("lost", "device", 1)
         self._report("offloaded", "host", len(numbers) - numbers.count(NOT_KEPT))
@@ -264,7 +264,7 @@ class OffloadConnector(KVConnector):
         self._writing = [count + len(files) for count in self._writing]
         self._executor.collective_rpc(on_store, "save", numbers, files)
 
-    def _write(self, slot: Slot) -> None:
+    def _plan_write(self, slot: Slot) -> None:
         """Have a block written that has no file, if there is a folder. Later weights have no files."""
         assert slot.hash is not None
         if self._folder is not None and not self._version() and not self._has_file(slot.hash):
@@ -276,8 +276,8 @@ class OffloadConnector(KVConnector):
 
     # --- loads ---
 
-    def _copy(self, seq_id: int, load: Load) -> None:
-        """Copy what is in host memory now to the cache: nothing, if nobody waits for it, or weights have changed."""
+    def _plan_copy(self, seq_id: int, load: Load) -> None:
+        """Plan the copy to the cache of what is in host memory now: nothing, if nobody waits for it, or weights have changed."""
         table, whole, size = load.block_ids, len(load.slots) * self._kv.block_size, self._kv.block_size
         lost = [table[i] for i in load.failed]
         load.num_tokens = requests_to_recompute({seq_id: table}, {seq_id: whole}, lost, size).get(seq_id, whole)
@@ -307,15 +307,15 @@ class OffloadConnector(KVConnector):
 
     def _flush(self) -> None:
         """Write what has no file: of host memory, then of the device. Some at a time, for a block is written from its slot."""
-        deadline, kept = time.monotonic() + FLUSH_SECONDS, list[Any]()
+        deadline = time.monotonic() + FLUSH_SECONDS
         self._settle(deadline)
-        kept += [*self._host.values(), *self._kv.blocks]
+        kept: list[Any] = [*self._host.values(), *self._kv.blocks]
         work, step = [each for each in kept if each.hash is not None], min(FLUSHED, len(self._host))
         for i in range(0, len(work), step):
             if any(self._writing):
                 return  # time is up; a block that waits for its turn must not be written a second time
             for each in work[i : i + step]:
-                self._write(each) if isinstance(each, Slot) else self.block_evicted(each)
+                self._plan_write(each) if isinstance(each, Slot) else self.block_evicted(each)
             self._settle(deadline)
 
     def _settle(self, deadline: float) -> None:

@@ -76,7 +76,7 @@ async def call(engine: Engine, function: str, **query: Any) -> Any:
 
 
 class PrefillServer:
-    """The side that computes prompts: it answers peers over a socket, beside the server's own clients.
+    """The prefill side: it computes prompts for peers over a socket, beside the server's own clients.
 
     Whoever closes a connection, or says nothing for too long, ends its request, which then holds nothing.
     """
@@ -156,7 +156,7 @@ class PrefillServer:
 
 
 class PrefillClient:
-    """The side that answers: it has a peer compute each prompt, and caches the K/V before the request is queued.
+    """The decode side: it has a peer compute each prompt, and caches the K/V before the request is queued.
 
     Args:
         pool: memory for blocks. host, port: where the peer listens; it need not be there yet. secret: which both know.

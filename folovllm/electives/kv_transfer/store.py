@@ -50,7 +50,7 @@ class ConnectorMetadata:
 class Report(NamedTuple):
     """What has ended on a rank since it was asked last."""
 
-    loads: dict[int, set[int]]  # by seq_id, also if its files were read: numbers of those that could not be
+    loads: dict[int, set[int]]  # by seq_id, loads or reads that ended: indices of blocks whose files could not be read
     writes: list[str | None]  # what went wrong with each, "": nothing; None: its block left before its turn came
     disk_rate: float  # bytes a second, 0: nothing was read
 
@@ -183,7 +183,7 @@ class GpuCopies(CpuCopies):
     def __init__(self, cache: torch.Tensor, host: torch.Tensor) -> None:
         """Raises ValueError if the memory cannot be pinned."""
         self._cache, self._host = cache, host
-        unpin = pin(host, self)  # nobody may close the engine
+        unpin = pin(host, self)  # also unpins when `self` is collected, in case nobody closes the engine
         if unpin is None:
             raise ValueError(f"kv_offload: {host.nbytes:,} bytes of memory cannot be pinned: take less")
         self._unpin, self._chunk = unpin, max(1, BUFFER_BYTES // host[0].nbytes)  # blocks

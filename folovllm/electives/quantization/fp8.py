@@ -50,6 +50,7 @@ class Fp8(Quantized):
     rounds_gated: bool = False
 
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+        """As `Quantized`; if `online`, each part's rows of a buffer of floats, which `loaded` quantizes and drops."""
         if not self.online:
             return super().weight_views(layer)
         state = state_of(layer)

@@ -36,7 +36,7 @@ class Int4(Quantized):
         return torch.arange(inputs, dtype=torch.int32) // self.block_of(inputs)[1]
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """Where inputs come in order, `g_idx` numbers their groups, or is left zero (vLLM drops any)."""
+        """Raise ValueError if `g_idx` is neither all 0 nor the groups in order."""
         if name.endswith(".g_idx") and tensor.any() and not torch.equal(tensor.int(), self.groups_of(tensor.numel())):
             raise ValueError(
                 f"{name!r} puts inputs into groups in an order of their own, of which config.json says nothing: set "
@@ -44,7 +44,7 @@ class Int4(Quantized):
             )
 
     def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Bring codes into the order of `pack_planes`. Raises ValueError unless an order puts as many inputs into each group."""
+        """As `Quantized`, with codes in the order of `pack_planes`. Raises ValueError if `g_idx` gives groups different numbers of inputs."""
         found = super().repack(kind, tensor, shape)
         if kind == self.layout.codes and self.layout.unpack is not None:
             return packing.pack_planes(found, self.block_of(found.shape[1])[1])

@@ -78,7 +78,7 @@ def unpack_gptq_v2_zeros(words: torch.Tensor) -> torch.Tensor:
     return packing.unpack_gptq_zeros(words, one_less=False)
 
 
-# Activations may stay as they are, and codes of which zero is zero need none to be named.
+# Ignored: scales of activations, since activations may stay as they are, and zero points, which symmetric codes do not need.
 INT8 = Layout("weight", "weight_scale", torch.int8, ignores=("input_scale", "activation_scale", "weight_zero_point"))
 FP8 = replace(INT8, dtype=E4M3)
 PACKED_INT8 = replace(INT8, codes="weight_packed", unpack=signed_bytes, ignores=(*INT8.ignores, "weight_shape"))

@@ -113,7 +113,7 @@ class Quantized(FusableLinearMethod):
         keep(layer, QuantizedWeight(codes, scale, rows, columns, zeros if layout.zeros else None))
 
     def block_of(self, inputs: int) -> tuple[int, int]:
-        """Return how many outputs and inputs share a scale. Raises ValueError for a block that no kernel of its kind reads."""
+        """Return how many outputs and inputs share a scale. `Int4` raises ValueError for a group that its kernel cannot read."""
         return self.block or (1, inputs)
 
     def scale_rows(self, layer: LinearBase) -> list[int]:
@@ -122,7 +122,7 @@ class Quantized(FusableLinearMethod):
         return [-(-size // rows) for size in layer.output_sizes]
 
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
-        """Return the rows of each part."""
+        """Return, for each kind of tensor, its views by part."""
         layout, state, weight, sizes = self.layout, state_of(layer), self.weight_of(layer), layer.output_sizes
         each: tuple[tuple[str | None, torch.Tensor | None, list[int] | int], ...] = (
             (layout.codes, weight.weight, sizes), (layout.scales, weight.scale, self.scale_rows(layer)),
@@ -182,7 +182,7 @@ class Quantized(FusableLinearMethod):
             super().fill(kind, tensor, generator)
 
     def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-        """Return the bytes of all codes and scales: four for a scale; of 4 bits two, and one or two for a zero."""
+        """Return the bytes of codes, scales and zeros. A scale has 4 bytes beside codes of 8 bits, 2 beside 4 bits; a zero has 1, a minimum 2."""
         layout, (rows, columns) = self.layout, self.block_of(inputs)
         of_block = 4 if layout.per_number == 1 else 2 + (layout.zeros is not None) + layout.has_minimums
         codes = outputs * inputs * layout.dtype.itemsize // layout.per_number

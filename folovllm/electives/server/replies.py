@@ -101,7 +101,7 @@ def echoed(
 
 
 def offsets_in(prompt: str, tokens: list[TokenLogprob]) -> list[int]:
-    """Where tokens begin in a prompt that they are the end of: what a tokenizer puts before a text has no place in it."""
+    """Where each token begins in `prompt`, which ends with these tokens. A token that the tokenizer put in front begins at 0."""
     decoder, ends = getincrementaldecoder("utf-8")("replace"), [0]
     for i, token in enumerate(tokens, 1):
         ends.append(ends[-1] + len(decoder.decode(token.token_bytes or b"", i == len(tokens))))

@@ -119,7 +119,7 @@ class ProcessEngineClient(EngineClient):
     _process: subprocess.Popen[bytes] | None = None
 
     def _launch(self, config: EngineConfig, there: socket.socket) -> None:
-        """Raises ValueError if the configuration cannot be sent, with a proposer of the user's in it say."""
+        """Raises ValueError if the configuration cannot be pickled, for example with a user's own proposer in it."""
         try:
             written = pickle.dumps(config)
         except Exception as error:

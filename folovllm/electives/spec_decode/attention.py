@@ -33,6 +33,7 @@ class TritonVerifyBackend(TritonBackend):
         )  # fmt: skip
 
     def plan(self, batch: ForwardBatch) -> None:
+        """Plan the decodes, and the other sequences for the verify kernel if it takes them, else as `TritonBackend`."""
         n, num_tokens = batch.num_decodes, len(batch.input_ids) - batch.num_decodes
         self._verify.num_tiles = 0
         if not self._takes(batch, num_tokens):

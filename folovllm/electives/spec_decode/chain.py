@@ -24,7 +24,7 @@ from folovllm.worker.step_graph import StepGraph
 
 CHAIN = "draft_chain"  # the key of a step's extras that asks for a chain in place of a step: one row, [0, k]
 WIDEST = 32  # sequences of a captured chain that samples with filters
-Sample = Callable[[torch.Tensor, int], torch.Tensor]  # logits [S, V], draft 0 to k - 1 -> tokens [S] int64
+SampleFn = Callable[[torch.Tensor, int], torch.Tensor]  # logits [S, V], draft 0 to k - 1 -> tokens [S] int64
 
 
 class DraftTokens:
@@ -96,7 +96,7 @@ class PendingChain:
 class Drafter(Protocol):
     """A `ModelRunner` that can draft."""
 
-    def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
+    def chain(self, batch: ForwardBatch, k: int, sample: SampleFn) -> torch.Tensor:
         """Draft `k` tokens for each sequence: [k + 1, S] int64. Row 0 is `batch.input_ids`, row i the i-th draft tokens.
 
         `batch` has the newest tokens, which are not computed, as a batch of decodes. Device work only.
@@ -111,9 +111,8 @@ class ChainGraphRunner(GraphRunner):
         super().__init__(*arguments, **others)
         rows = self._setup.max_num_seqs + 1
         self._drafted, self._lengths = drafted, chain_lengths(len(drafted.sampled) - 1)
-        self._last_tokens = torch.zeros(
-            rows, dtype=torch.int64, device=self._setup.device
-        )  # nobody reads those of drafts
+        # The kernel that samples notes the last tokens; nobody reads those of drafts.
+        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=self._setup.device)
         self._all_allowed = torch.full_like(self._row_sampler.masks[:rows], -1)
 
     def execute_model(self, step: PackedStep | TokenBitmasks) -> Any:
@@ -152,7 +151,7 @@ class ChainGraphRunner(GraphRunner):
         self._chain(self._tables.unpack_decode(fields, self._setup.max_model_len), fields, k, is_special)
 
     def _chain(self, batch: ForwardBatch, samples: torch.Tensor, k: int, is_special: bool) -> None:
-        """Draft for the newest tokens of a batch. `samples` [len(Sample), S] says how to sample. Device work only."""
+        """Draft for the newest tokens of a batch. `samples` [fields, S] (`step.packed.Sample`) says how to sample. Device work only."""
         sample, own = self._sample_special if is_special else self._sample_plainly, samples.clone()
 
         def next_tokens(logits: torch.Tensor, i: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.electives.spec_decode.chain import Sample
+from folovllm.electives.spec_decode.chain import SampleFn
 from folovllm.electives.spec_decode.chain_proposer import ChainProposer
 from folovllm.electives.spec_decode.heads import chain_places
 from folovllm.electives.spec_decode.proposer import RowState
@@ -31,7 +31,7 @@ AHEAD = 64  # tokens for which a sequence gets more blocks than it needs
 class DraftModelRunner(ModelRunner):
     """A `ModelRunner` that also runs chains."""
 
-    def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
+    def chain(self, batch: ForwardBatch, k: int, sample: SampleFn) -> torch.Tensor:
         """Decode `k` tokens as `Drafter.chain`. The last one is computed, too, so that K/V of the whole draft are there.
 
         A chain may be longer than a sequence has blocks. Then its K/V go to block 0, which is no sequence's.
@@ -43,9 +43,8 @@ class DraftModelRunner(ModelRunner):
         lens = torch.where(first < 0, 0, positions + 1).int()
         tokens = [batch.input_ids]
         for i in range(k + 1):
-            lens_host = [
-                n and min(n + i, setup.max_model_len) for n in batch.seq_lens_host
-            ]  # none in a capture on a GPU
+            # In a capture on a GPU there are none.
+            lens_host = [n and min(n + i, setup.max_model_len) for n in batch.seq_lens_host]
             step = replace(
                 batch, input_ids=tokens[-1], positions=positions[i], slot_mapping=slots[i], seq_lens=lens[i],
                 seq_lens_host=lens_host,
@@ -103,7 +102,7 @@ class DraftModel(ChainProposer):
         self._unresolved: list[Draft] = []  # those of the last chain, whose tokens may be placeholder ids
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """Return the drafts: one step over what the texts have grown by, where the chain before lacks that, and then a chain."""
+        """Return a draft for each state. One step computes what the draft model lacks of the texts; then one chain drafts."""
         for draft in self._unresolved:  # the ids mean other tokens when the next chain begins
             draft.tokens = self.resolve(draft.tokens)
         asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
@@ -112,7 +111,7 @@ class DraftModel(ChainProposer):
         ready = self._catch_up([(state, k) for state, k in asked if self._place(state, k, others)])
         self._unresolved = [self._drafts[state.seq_id] for state, _ in ready]
         if ready:
-            newest = [self._scheduled(state, state.token_ids[-1:], 1) for state, _ in ready]
+            newest = [self._schedule(state, state.token_ids[-1:], 1) for state, _ in ready]
             found = self._run_chain(self._executor, newest, [(1, 1 + k) for _, k in ready])
             for draft, tokens in zip(self._unresolved, found, strict=True):
                 draft.tokens = tokens
@@ -168,7 +167,8 @@ class DraftModel(ChainProposer):
                 num_new = min(max(1, missing), 1 + max(0, budget))
                 budget -= num_new - 1
                 tokens = state.token_ids[draft.num_cached : draft.num_cached + num_new]
-                scheduled_seqs.append(self._scheduled(state, tokens, 0))
+                scheduled_seqs.append(self._schedule(state, tokens, 0))
+                # Where nothing was missing, the newest token went along to bring the new blocks.
                 draft.num_cached = min(draft.num_cached, len(state.token_ids) - 1)
             if draft.num_cached == len(state.token_ids) - 1:
                 ready.append((state, k))
@@ -177,8 +177,8 @@ class DraftModel(ChainProposer):
             self._executor.submit(SchedulerOutput(tuple(scheduled_seqs)))
         return ready
 
-    def _scheduled(self, state: RowState, tokens: TokenIds, num_samples: int) -> ScheduledSequence:
-        """Return a step's part of a sequence: its next `tokens`. A new row's table is sent whole: what it lacks is block 0."""
+    def _schedule(self, state: RowState, tokens: TokenIds, num_samples: int) -> ScheduledSequence:
+        """Schedule the next `tokens`, and count them as cached and all blocks as sent. A new row's table is sent whole, padded with block 0."""
         draft = self._drafts[state.seq_id]
         start, first, blocks, sampling = draft.num_cached, draft.num_sent, draft.blocks[draft.num_sent :], None
         if draft.is_new:

@@ -16,7 +16,7 @@ from torch import nn
 
 from folovllm.attention.backends.registry import make_backend
 from folovllm.electives.spec_decode import pairing
-from folovllm.electives.spec_decode.chain import CHAIN, ChainGraphRunner, Sample
+from folovllm.electives.spec_decode.chain import CHAIN, ChainGraphRunner, SampleFn
 from folovllm.electives.spec_decode.heads import KeptStates
 from folovllm.electives.spec_decode.verify_runner import VerifyingModelRunner
 from folovllm.engine.setup import EngineSetup
@@ -160,15 +160,14 @@ class HeadModelRunner(VerifyingModelRunner):
         paired, positions, slots = self._pairing.pair_up(combined, batch, self.kept, self._setup.block_size)
         self.head.store(paired, replace(batch, positions=positions, slot_mapping=slots))
 
-    def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
+    def chain(self, batch: ForwardBatch, k: int, sample: SampleFn) -> torch.Tensor:
         """Run the head `k` times from the hidden states that were kept, as `Drafter.chain`."""
         size, spare = self._setup.block_size, (self._num_blocks, self._spare)
         tables, positions, slots, lens, hidden = self._pairing.start_chain(batch, k, self.kept, size, *spare)
         tokens, most_tokens = [batch.input_ids], tables.shape[1] * size
         for i in range(k):
-            lens_host = [
-                n and min(n - 1 + i, most_tokens) for n in batch.seq_lens_host
-            ]  # none where a chain is captured
+            # In a capture on a GPU there are none.
+            lens_host = [n and min(n - 1 + i, most_tokens) for n in batch.seq_lens_host]
             step = replace(
                 batch, input_ids=tokens[-1], positions=positions[i], slot_mapping=slots[i], seq_lens=lens[i],
                 block_tables=tables, seq_lens_host=lens_host,

@@ -149,5 +149,5 @@ def num_in_flight(seq: Sequence) -> int:
 
 
 def num_left(seq: Sequence) -> int:
-    """Return how many tokens may be drafted for `seq`, one in flight included. The last token of an answer is never drafted."""
+    """Return how many tokens may come behind those of `seq` but the last, which is never drafted. A token in flight counts as one."""
     return max(0, seq.max_tokens - seq.num_output_tokens - 1)
