@@ -33,8 +33,7 @@ class ExpertLoad:
 
     def end(self, slots: torch.Tensor) -> None:
         """Add the choices of a step; slots [T] are -1 for padding. Numbers of no expert, which NaN may lead to, are not counted."""
-        newest = self._chosen[-len(self.counts) :]  # a step that failed may have left some before
-        chosen = torch.stack(newest)  # [L, T, k]
+        chosen = torch.stack(self._chosen[-len(self.counts) :])  # [L, T, k], without what a failed step left
         self._chosen.clear()
         counts = (slots >= 0)[:, None] & (chosen >= 0) & (chosen < self.counts.shape[1])
         chosen = chosen.clamp(0, self.counts.shape[1] - 1)
@@ -49,8 +48,7 @@ def expert_load(engine: LLMEngine) -> list[list[int]]:
     engine.require_open()
     if not engine.setup.config.extras.get("count_experts"):
         raise ValueError("experts are not counted: set count_experts=True")
-    load: list[list[int]] = engine.core.executor.collective_rpc(counted, "experts")[0]
-    return load
+    return list(engine.core.executor.collective_rpc(counted, "experts")[0])
 
 
 def counted(worker: Any, name: str) -> Any:
